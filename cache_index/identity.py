@@ -1,0 +1,83 @@
+"""What decides KV values besides the tokens, and who may share them.
+
+A block may be reused only where everything that shaped its keys and values is the same. `CacheIdentity` names those
+things, `scope_key` says who may share, and `chain_root` folds both into the root of every hash chain. This module knows
+nothing of models or tensors: the replica that loads a model fills the fields in.
+"""
+
+import hashlib
+import hmac
+from dataclasses import dataclass, fields
+
+__all__ = ["DIGEST_BYTES", "CacheIdentity", "chain_root", "scope_key"]
+
+# One size for every digest here and for block hashes: 128 bits is what mmh3 yields, and enough for a keyed digest
+# that only separates tenants, because the tokens are compared before a block is shared.
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CacheIdentity:
+    """Everything besides tokens and scope that decides the keys and values of a block.
+
+    Sampling parameters are not part of it: they act after the logits. `adapter` is the adapter's digest, and None
+    (no adapter) is a value of its own.
+    """
+
+    weights: str
+    config: str
+    dtype: str
+    kv_dtype: str
+    quantization: str | None
+    attention: str
+    tokenizer: str
+    chat_template: str | None
+    adapter: str | None
+    block_size: int
+
+    def fingerprint(self) -> bytes:
+        """16 bytes that change when any field changes.
+
+        Every field goes in with its name and length, so that no value can imitate another field (BLAKE2b, RFC 7693).
+        """
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"warmroute.ident")
+        for field in fields(self):
+            _update_tagged(digest, field.name.encode())
+            value = getattr(self, field.name)
+            # None and the text "None" are different values, hence the type's name before the value.
+            _update_tagged(digest, type(value).__name__.encode())
+            _update_tagged(digest, str(value).encode())
+        return digest.digest()
+
+    def differing_fields(self, other: "CacheIdentity") -> tuple[str, ...]:
+        """Names of the fields in which `other` differs, in declaration order; empty when both are the same."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
+
+
+def scope_key(secret: bytes, tenant: str, cache_salt: str | None = None) -> bytes:
+    """16 bytes that name one tenant's partition, meaningless without the server's secret (HMAC-SHA-256, RFC 2104).
+
+    secret: the server's secret, not empty. cache_salt: splits a tenant further, it can never join two tenants;
+    None and "" are different partitions.
+    Raises ValueError for an empty secret, under which anybody could compute the key.
+    """
+    if not secret:
+        raise ValueError("the scope secret must not be empty")
+    keyed = hmac.new(secret, b"warmroute.scope", hashlib.sha256)
+    _update_tagged(keyed, tenant.encode("utf-8", "surrogatepass"))
+    if cache_salt is not None:
+        _update_tagged(keyed, cache_salt.encode("utf-8", "surrogatepass"))
+    return keyed.digest()[:DIGEST_BYTES]
+
+
+def chain_root(fingerprint: bytes, scope: bytes) -> bytes:
+    """16 bytes: the parent of the first block of every chain of this identity in this scope."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"warmroute.root")
+    _update_tagged(digest, fingerprint)
+    _update_tagged(digest, scope)
+    return digest.digest()
+
+
+def _update_tagged(digest: "hashlib._Hash | hmac.HMAC", value: bytes) -> None:
+    digest.update(len(value).to_bytes(8, "little"))
+    digest.update(value)
