@@ -1,10 +1,10 @@
 """Errors of the cache index.
 
-    CacheIndexError
-    ├── StaleEpochError        a batch of an earlier life of a replica
-    ├── SequenceGapError       a batch is missing before this one
-    ├── UnknownReplicaError    the store does not know this replica (never registered, lapsed, or the store lost its data)
-    └── StoreUnavailableError  the store can't be reached in time
+CacheIndexError
+├── StaleEpochError        a batch of an earlier life of a replica
+├── SequenceGapError       a batch is missing before this one
+├── UnknownReplicaError    the store does not know this replica (never registered, lapsed, or the store lost its data)
+└── StoreUnavailableError  the store can't be reached in time
 """
 
 __all__ = [

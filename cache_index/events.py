@@ -11,8 +11,8 @@ everything that was said in a lower one void.
 
 from dataclasses import dataclass
 
-from cache_index.blocks import BlockHash
-from cache_index.identity import CacheIdentity
+from .blocks import BlockHash
+from .identity import CacheIdentity
 
 __all__ = ["BlocksCleared", "BlocksRemoved", "BlocksStored", "Event", "EventBatch", "Inventory", "Registration"]
 
