@@ -334,6 +334,13 @@ def test_the_application_accepts_its_arguments_and_its_environment(objects: list
     )
 
 
+def test_an_engine_asks_for_no_more_than_its_worker_has(objects: list[Object]) -> None:
+    limits = ray_containers(objects)[1]["resources"]["limits"]
+    engine = application_args(objects)["engine"]
+    assert engine["num_threads"] <= int(limits["cpu"])
+    assert engine["kv_memory_bytes"] <= int(limits["memory"].removesuffix("Gi")) * 2**30 // 2
+
+
 def test_no_secret_stands_in_the_serve_config(objects: list[Object]) -> None:
     assert "secret" not in application_args(objects)
     assert "WARMROUTE_SECRET" in application_environment(objects)
