@@ -1,0 +1,324 @@
+"""Starts the cluster in the foreground, watches it, and ends all of it.
+
+Two ways: a Ray cluster of our own, of which nothing is left when this process ends; or somebody's cluster (`address`),
+where only our application is deployed and deleted.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from deploy import processes, ray_environment
+from deploy.errors import StartError
+from deploy.failures import first_failure, reason
+from deploy.settings import Settings
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from ray.serve.schema import ApplicationStatusOverview
+
+__all__ = ["APP_NAME", "check_port", "serve_forever"]
+
+APP_NAME = "warmroute"
+
+_FOLDER_PARENT = "/tmp"
+_FOLDER_PREFIX = "warmroute-"
+# A graceful end of our own cluster takes 1 to 2 s; past this its processes are ended one by one.
+_SHUTDOWN_TIMEOUT_S = 3.0
+_POLL_INTERVAL_S = 0.25
+# Health is looked at less often once all is up: a change is news for a person, not for a router.
+_WATCH_INTERVAL_S = 2.0
+# A line at least so often while weights load, so that a long silence means something.
+_PROGRESS_INTERVAL_S = 10.0
+# Serve passes no tensors through Ray's object store, whose default is 30 percent of the machine's memory.
+_OBJECT_STORE_BYTES = 256 * 2**20
+
+Say = Callable[[str], None]
+Build = Callable[[], "Application"]
+
+
+def serve_forever(settings: Settings, build: Build, say: Say) -> None:
+    """Start, report progress with `say`, and return when SIGINT, SIGTERM or SIGHUP asks for the end.
+
+    build: makes the Serve application; called once Ray's environment is set, so it may import ray.serve. All processes
+    have ended on return, also when it raises. A second signal ends them at once. Raises StartError.
+    """
+    stop = _StopSignal()
+    with stop.installed():
+        if settings.address is None:
+            _serve_own_cluster(settings, build, say, stop)
+        else:
+            _serve_existing_cluster(settings, settings.address, build, say, stop)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise StartError where (host, port) can't be listened on. SO_REUSEADDR: an ended connection is no obstacle."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise StartError(f"can't listen on {host}:{port}: {reason}; choose another with --port") from error
+
+
+class _StopRequested(BaseException):
+    """Raised in the main thread by the first signal, wherever it is; BaseException, so that no library swallows it."""
+
+
+class _StopSignal:
+    """The first signal unwinds the main thread; one that comes during the unwinding kills what is left."""
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._ending = False
+        self._owns_descendants = False
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        before = {number: signal.getsignal(number) for number in self._SIGNALS}
+        try:
+            self.install()
+            yield
+        except _StopRequested:
+            pass
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def install(self) -> None:
+        """Take the signals, again too: ray.init puts a handler of its own on SIGTERM."""
+        for number in self._SIGNALS:
+            # nohup ignores SIGHUP, and means it.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
+
+    def begin_ending(self, *, owns_descendants: bool) -> None:
+        self._ending = True
+        self._owns_descendants = owns_descendants
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if not self._ending:
+            self._ending = True
+            raise _StopRequested
+        if self._owns_descendants:
+            processes.kill_descendants()
+            os._exit(130)
+
+
+def _serve_own_cluster(settings: Settings, build: Build, say: Say, stop: _StopSignal) -> None:
+    check_port(settings.host, settings.port)
+    fast_path = ray_environment.choose_fast_path(settings.http_fast_path, say)
+    folder = _new_folder()
+    failed = True
+    try:
+        ray_environment.prepare(folder, fast_path=fast_path)
+        processes.adopt_orphans()
+        say("starting Ray")
+        import ray
+        from ray import serve
+
+        with _as_start_error("Ray did not start"):
+            context = ray.init(
+                address="local",
+                _temp_dir=str(folder / "ray"),
+                include_dashboard=True,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        stop.install()
+        logs = folder / "ray" / "session_latest" / "logs" / "serve"
+        say(f"starting Ray Serve (its logs: {logs})")
+        _start_serve(settings)
+        _deploy(serve, build)
+        _wait_until_ready(serve, settings, say)
+        _announce(settings, context.dashboard_url, say)
+        _watch(serve, say)
+    except _StopRequested:
+        failed = False
+        raise
+    finally:
+        stop.begin_ending(owns_descendants=True)
+        if not failed:
+            say("stopping")
+        _end_own_cluster()
+        if not failed:
+            shutil.rmtree(folder, ignore_errors=True)
+            say("stopped")
+
+
+def _new_folder() -> Path:
+    """A new folder for all files of one cluster. Removes those that earlier clusters left.
+
+    A start that fails keeps its folder, for its logs, until the next start.
+    In /tmp, as Ray's own, and not in a long TMPDIR: the paths of Unix sockets made from it have to stay short.
+    """
+    for left in Path(_FOLDER_PARENT).glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if left.stat().st_uid == os.getuid() and _lock_folder(left):
+                shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=_FOLDER_PARENT))
+    _lock_folder(folder)
+    return folder
+
+
+def _lock_folder(folder: Path) -> bool:
+    """Mark `folder` as in use until this process ends, however it ends. False where another process has done so."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return False
+    return True
+
+
+def _end_own_cluster() -> None:
+    # serve.shutdown() is left out: it waits for HAProxy to drain (30 s), and takes nothing with it that this does not.
+    _bounded(_ray_shutdown, _SHUTDOWN_TIMEOUT_S)
+    processes.end_descendants(grace_s=1.0)
+
+
+def _serve_existing_cluster(settings: Settings, address: str, build: Build, say: Say, stop: _StopSignal) -> None:
+    say(f"connecting to the Ray cluster at {address}")
+    import ray
+    from ray import serve
+
+    deployed = False
+    try:
+        with _as_start_error(f"can't connect to a Ray cluster at {address}"):
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        stop.install()
+        _start_serve(settings)
+        deployed = True
+        _deploy(serve, build)
+        _wait_until_ready(serve, settings, say)
+        _announce(settings, None, say)
+        _watch(serve, say)
+    finally:
+        stop.begin_ending(owns_descendants=False)
+        say("deleting the application; the Ray cluster goes on")
+        if deployed:
+            _bounded(lambda: serve.delete(APP_NAME), _SHUTDOWN_TIMEOUT_S)
+        _bounded(_ray_shutdown, _SHUTDOWN_TIMEOUT_S)
+
+
+def _start_serve(settings: Settings) -> None:
+    """Start Serve's controller and proxy; where they run already, Serve keeps the address they have."""
+    from ray import serve
+
+    # Serve's own news are on this process's standard error; ours say the same in fewer words.
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    with _as_start_error("Ray Serve did not start"):
+        serve.start(
+            http_options={"host": settings.host, "port": settings.port},
+            logging_config={"log_level": "INFO", "enable_access_log": False},
+        )
+
+
+@contextlib.contextmanager
+def _as_start_error(what: str) -> Iterator[None]:
+    """Ray raises many kinds of exception when it can't start; the operator gets the reason in the last of them."""
+    try:
+        yield
+    except Exception as error:
+        raise StartError(f"{what}: {reason(str(error))}") from error
+
+
+def _deploy(serve: Any, build: Build) -> None:
+    serve.run_many(
+        [serve.RunTarget(build(), name=APP_NAME, route_prefix="/")],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+
+
+def _wait_until_ready(serve: Any, settings: Settings, say: Say) -> None:
+    """Relay what is still starting until the application runs. Raises StartError at a replica's first failure."""
+    started_s = time.monotonic()
+    said, said_s = "", started_s
+    while True:
+        app = serve.status().applications.get(APP_NAME)
+        if app is not None:
+            failure = first_failure(app)
+            if failure is not None:
+                raise StartError(failure)
+            if app.status == "RUNNING":
+                return
+            now_s = time.monotonic()
+            line = _progress(app, settings)
+            if line != said or now_s - said_s >= _PROGRESS_INTERVAL_S:
+                say(f"{line} ({now_s - started_s:.0f} s)")
+                said, said_s = line, now_s
+        time.sleep(_POLL_INTERVAL_S)
+
+
+def _progress(app: "ApplicationStatusOverview", settings: Settings) -> str:
+    parts = []
+    for name, deployment in sorted(app.deployments.items()):
+        running = sum(count for state, count in deployment.replica_states.items() if state == "RUNNING")
+        wanted = max(running, sum(deployment.replica_states.values()))
+        if deployment.status != "HEALTHY" and wanted:
+            parts.append(f"{name}: {running} of {wanted} ready")
+    return ", ".join(parts) or "starting replicas"
+
+
+def _announce(settings: Settings, dashboard: str | None, say: Say) -> None:
+    host = "127.0.0.1" if settings.host in ("", "0.0.0.0", "::") else settings.host
+    url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+    say(f"serving on {url}")
+    if dashboard:
+        ray_command = Path(sys.executable).with_name("ray")
+        say(f"Ray dashboard: http://{dashboard} (its token: {ray_command} get-auth-token)")
+    body = '{"messages": [{"role": "user", "content": "Hello"}]}'
+    say(f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
+    say("Ctrl-C stops everything")
+
+
+def _watch(serve: Any, say: Say) -> None:
+    """Say when a deployment's health changes, until a signal ends the wait."""
+    health: dict[str, str] = {}
+    while True:
+        time.sleep(_WATCH_INTERVAL_S)
+        processes.reap_orphans()
+        app = serve.status().applications.get(APP_NAME)
+        if app is None:
+            continue
+        for name, deployment in app.deployments.items():
+            if deployment.status != health.get(name, "HEALTHY"):
+                detail = f": {deployment.message.strip().splitlines()[-1]}" if deployment.message.strip() else ""
+                say(f"{name} is {deployment.status.lower().replace('_', ' ')}{detail}")
+            health[name] = deployment.status
+
+
+def _ray_shutdown() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+def _bounded(action: Callable[[], object], timeout_s: float) -> None:
+    """Run `action` for at most `timeout_s`, then leave it behind; what it should have ended is ended otherwise."""
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
