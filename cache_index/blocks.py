@@ -8,14 +8,24 @@ withstand an attacker. A hash is therefore only ever a lookup key: the block poo
 before it shares a block.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import mmh3
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NO_EXTRAS", "BlockHash", "HashFunction", "PromptBlocks", "TokenIds", "as_token_ids", "hash_block"]
+__all__ = [
+    "NO_EXTRAS",
+    "BlockChain",
+    "BlockHash",
+    "HashFunction",
+    "PromptBlocks",
+    "TokenIds",
+    "as_token_ids",
+    "hash_block",
+]
 
 BlockHash = bytes
 TokenIds = npt.NDArray[np.uint32]
@@ -92,6 +102,22 @@ class PromptBlocks:
         hashes = chain_hashes(root, ids, block_size=block_size, extras=extras, digest=digest)
         return cls(ids, block_size, root, fingerprint, scope, tuple(hashes), extras)
 
+    def rebased(self, *, fingerprint: bytes, root: bytes, block_size: int) -> "PromptBlocks":
+        """The same tokens and scope under another identity: what a replica does with a prompt hashed for another one.
+
+        Extras are per block, so a prompt that has any keeps its block size. Raises ValueError where it would not.
+        """
+        if self.extras and block_size != self.block_size:
+            raise ValueError("a prompt with extras can't change its block size")
+        return PromptBlocks.build(
+            self.token_ids,
+            block_size=block_size,
+            root=root,
+            fingerprint=fingerprint,
+            scope=self.scope,
+            extras=self.extras,
+        )
+
     @property
     def num_tokens(self) -> int:
         """Number of prompt tokens, those after the last full block included."""
@@ -113,14 +139,55 @@ def chain_hashes(
     block_size: int,
     extras: Mapping[int, bytes],
     digest: HashFunction | None = None,
-) -> Sequence[BlockHash]:
+) -> list[BlockHash]:
     """Hashes of the full blocks of `token_ids` that follow `parent`, in order; a partial last block has none."""
     raw = token_ids.tobytes()
     stride = block_size * token_ids.itemsize
     hashes: list[BlockHash] = []
     for index in range(len(token_ids) // block_size):
-        parent = hash_block(
-            parent, raw[index * stride : (index + 1) * stride], extras.get(index, NO_EXTRAS), digest=digest
-        )
+        block_tokens = raw[index * stride : (index + 1) * stride]
+        parent = hash_block(parent, block_tokens, extras.get(index, NO_EXTRAS), digest=digest)
         hashes.append(parent)
     return hashes
+
+
+class BlockChain:
+    """A prompt that grows: its tokens, then those of the answer, hashed block by block as they fill.
+
+    Owned by one sequence. `digest` is another hash function, for tests that need collisions.
+    """
+
+    def __init__(self, prompt: PromptBlocks, digest: HashFunction | None = None) -> None:
+        self.block_size = prompt.block_size
+        self.root = prompt.root
+        self.scope = prompt.scope
+        self.token_ids = array("I", prompt.token_ids.tobytes())
+        self.block_hashes = list(prompt.block_hashes)
+        self._extras = prompt.extras
+        self._digest = digest
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of full blocks."""
+        return len(self.block_hashes)
+
+    def append(self, token_id: int) -> None:
+        """Add one token; a block that it fills is hashed."""
+        self.token_ids.append(token_id)
+        if len(self.token_ids) % self.block_size == 0:
+            index = self.num_blocks
+            parent = self.block_hashes[-1] if self.block_hashes else self.root
+            self.block_hashes.append(
+                hash_block(parent, self.block_tokens(index), self.block_extras(index), digest=self._digest)
+            )
+
+    def block_tokens(self, index: int) -> bytes:
+        """Token ids of full block `index`, uint32 little-endian."""
+        return self.token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()
+
+    def block_extras(self, index: int) -> bytes:
+        """Extras of block `index`; empty for most."""
+        return self._extras.get(index, NO_EXTRAS)

@@ -29,7 +29,7 @@ class _Replica:
 class MemoryIndex:
     """Who holds what, for all replicas at once. Not thread-safe: one thread or one event loop owns it.
 
-    A replica occupies a slot, which is a bit number. A replica that leaves, or registers a new epoch, gives its slot up:
+    A replica occupies a slot, which is a bit number. A replica that leaves or registers a new epoch gives its slot up:
     the slot's bit leaves `_live_mask`, which voids all its entries in constant time, and its entries are cleaned up a
     bounded number at a time before the slot is used again.
     """

@@ -4,7 +4,7 @@
 
     gateway ── GenerationRequest ──▶ replica
     gateway ◀── GenerationChunk … GenerationChunk(finish_reason) ── replica
-    gateway ◀── Refusal ── replica            (instead of the first chunk; a stream that has begun ends in one on a fault)
+    gateway ◀── Refusal ── replica            (instead of the first chunk, or at last where a begun stream fails)
 """
 
 import math
@@ -103,7 +103,7 @@ class RefusalCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that the replica could not serve. A value, not an exception, so that every transport carries it whole."""
+    """A request that the replica could not serve. A value, no exception, so that every transport carries it whole."""
 
     replica_id: str
     code: RefusalCode

@@ -1,0 +1,49 @@
+"""Choosing the next token from logits, one sequence at a time where it is random and all at once where it is greedy.
+
+Random sampling runs through Transformers' logits warpers, with a generator per sequence: what a sequence draws depends
+on its own seed and logits, never on who shares its batch.
+"""
+
+import secrets
+from collections.abc import Sequence
+
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from cache_index.messages import SamplingParams
+
+__all__ = ["Sampler", "sample"]
+
+
+class Sampler:
+    """One sequence's way of choosing a token; keeps the state of its random generator."""
+
+    def __init__(self, params: SamplingParams, device: torch.device) -> None:
+        self.is_greedy = params.temperature == 0.0
+        self._warpers = LogitsProcessorList()
+        self._generator: torch.Generator | None = None
+        if self.is_greedy:
+            return
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        self._generator = torch.Generator(device).manual_seed(seed)
+        if params.temperature != 1.0:
+            self._warpers.append(TemperatureLogitsWarper(params.temperature))
+        if params.top_k is not None:
+            self._warpers.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1.0:
+            self._warpers.append(TopPLogitsWarper(params.top_p))
+
+    def draw(self, logits: torch.Tensor) -> int:
+        """One token from logits float32 [vocab_size], at random."""
+        # The warpers take token ids for the penalties among them; none of those used here reads them.
+        scores = self._warpers(None, logits[None])
+        return int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))
+
+
+def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    """The next token of each sequence: logits float32 [num_sequences, vocab_size], one sampler per row."""
+    greedy: list[int] = logits.argmax(dim=-1).tolist()
+    return [
+        token_id if sampler.is_greedy else sampler.draw(row)
+        for token_id, sampler, row in zip(greedy, samplers, logits, strict=True)
+    ]
