@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, Field, SecretStr, ValidationError
 
 from cache_index.settings import IndexSettings
 from deploy.errors import SettingsError
-from replicas.settings import DeviceName, DtypeName, EngineSettings, ModelSettings
+from replicas.settings import EngineSettings, ModelSettings
 from router.settings import GatewaySettings, RoutingSettings
 
 __all__ = ["AppSettings", "Settings", "app_settings", "load_settings"]
@@ -36,23 +36,16 @@ _SERVICE_LINK_URL = re.compile(r"(tcp|udp|sctp)://")
 JsonDict = dict[str, Any]
 
 
-class AppSettings(BaseModel):
-    """What the Serve application is built from: also the `args` of a Serve config file or of `serve run`."""
+class AppSettings(ModelSettings):
+    """What the Serve application is built from: also the `args` of a Serve config file or of `serve run`.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    Which model it is stands at the top level; each part's own settings are a section.
+    """
 
-    model: str | None = None
-    """Hub id, local folder or GGUF file; None is the default model, SmolLM2-135M-Instruct."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub id."""
-    served_model_name: str | None = None
-    """The name that clients ask for; None is the model's own."""
     num_replicas: int = Field(default=2, ge=1)
     """Copies of the model, each with a KV cache of its own."""
     num_gateways: int = Field(default=1, ge=1)
     """HTTP ingress processes; each has its own router and mirror."""
-    device: DeviceName = "auto"
-    dtype: DtypeName = "auto"
     secret: SecretStr | None = Field(default=None, min_length=16)
     """Server secret under which tenant scope keys are made; None draws a new one each time the application is built."""
     index: IndexSettings = IndexSettings()
