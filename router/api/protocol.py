@@ -75,7 +75,7 @@ def _neutral(*values: object) -> AfterValidator:
     return AfterValidator(check)
 
 
-# A list ends at its first fault: a body full of them must not cost an error object for each.
+# Reading a list or a map ends at its first fault: a body full of them must not cost an error object for each.
 FAIL_FAST = Field(fail_fast=True)
 
 Tokens = Annotated[int, Field(ge=1, lt=2**63)]
@@ -162,7 +162,7 @@ class GenerationBody(_Received):
     cache_salt: str | None = None
 
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], FAIL_FAST] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -248,7 +248,7 @@ def _one_prompt(value: object) -> str | list[int]:
         return value
     if value in ("", []):
         raise PydanticCustomError("empty", "the prompt must not be empty")
-    if isinstance(value, list) and all(isinstance(prompt, str | list) for prompt in value):
+    if isinstance(value, list) and len(value) > 1 and all(isinstance(prompt, str | list) for prompt in value):
         raise PydanticCustomError("unsupported", "several prompts are not supported yet; send one request for each")
     raise PydanticCustomError("prompt_type", "a prompt must be a string or a list of token ids")
 
