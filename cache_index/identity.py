@@ -8,6 +8,7 @@ nothing of models or tensors: the replica that loads a model fills the fields in
 import hashlib
 import hmac
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 __all__ = ["DIGEST_BYTES", "CacheIdentity", "chain_root", "scope_key"]
 
@@ -78,6 +79,10 @@ def chain_root(fingerprint: bytes, scope: bytes) -> bytes:
     return digest.digest()
 
 
-def _update_tagged(digest: "hashlib._Hash | hmac.HMAC", value: bytes) -> None:
+class _Digest(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+
+def _update_tagged(digest: _Digest, value: bytes) -> None:
     digest.update(len(value).to_bytes(8, "little"))
     digest.update(value)

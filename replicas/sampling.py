@@ -14,6 +14,8 @@ from cache_index.messages import SamplingParams
 
 __all__ = ["Sampler", "sample"]
 
+_NO_IDS = torch.LongTensor(1, 0)
+
 
 class Sampler:
     """One sequence's way of choosing a token; keeps the state of its random generator."""
@@ -35,8 +37,8 @@ class Sampler:
 
     def draw(self, logits: torch.Tensor) -> int:
         """One token from logits float32 [vocab_size], at random."""
-        # The warpers take token ids for the penalties among them; none of those used here reads them.
-        scores = self._warpers(None, logits[None])
+        # Processors take the ids so far, for the penalties among them; none of those used here reads them.
+        scores = self._warpers(_NO_IDS, logits[None])
         return int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))
 
 

@@ -129,7 +129,7 @@ class Scheduler:
             assert sequence.num_computed < sequence.num_tokens, "the last token is never computed before it is fed"
 
     def _admit(self, sequence: Sequence, budget: int) -> ScheduledSequence | None:
-        """Attach the cached prefix and take blocks for the first chunk; None, with nothing taken, if they do not fit."""
+        """Attach the cached prefix and take blocks for the first chunk; None, nothing taken, where they do not fit."""
         block_size = self.pool.block_size
         match = self.pool.match(sequence.chain).block_ids if self.enable_prefix_caching else ()
         if len(match) * block_size < sequence.num_tokens:
@@ -154,7 +154,7 @@ class Scheduler:
         own: list[int] = []
         try:
             for _ in range(_num_blocks(num_cached + num_tokens, block_size) - len(shared)):
-                own.append(self.pool.allocate())
+                own.append(self.pool.allocate())  # noqa: PERF401 - what was taken before a failure is given back
         except PoolExhaustedError:
             self.pool.release(own)
             self.pool.release(held)

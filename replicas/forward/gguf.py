@@ -82,6 +82,6 @@ def _convert(file: Path, target: Path) -> None:
     # The weights are plain float32 now; Transformers would refuse to save them while they count as quantized.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.hf_quantizer = None
+    model.hf_quantizer = None  # type: ignore[assignment]
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)

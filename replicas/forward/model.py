@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -137,7 +137,8 @@ def load(settings: ModelSettings, engine: EngineSettings) -> LoadedModel:
     device = pick_device(settings)
     dtype = _pick_dtype(settings, config, device)
     try:
-        module = AutoModelForCausalLM.from_pretrained(
+        # Transformers types this call too narrowly to be of use, hence Any.
+        module: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
             revision=_revision(source),
             dtype=dtype,
@@ -228,7 +229,7 @@ def discover_layout(module: PreTrainedModel) -> KVLayout:
     Raises UnsupportedModelError, naming it, for what a layer asks of attention and the packed path does not honour.
     """
     recorder = _LayoutRecorder()
-    device = module.get_input_embeddings().weight.device
+    device = module.device
     try:
         module(
             input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device),
@@ -267,9 +268,10 @@ def _check_supported(module: PreTrainedModel) -> None:
 
 def _load_config(source: ModelSource) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(source.location, revision=source.revision)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source.location, revision=_revision(source))
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotFoundError(f"the model {source.location} can't be found or read: {_one_line(error)}") from error
+    return config
 
 
 def _from_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -279,7 +281,7 @@ def _from_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMode
         )
     except ValueError as error:
         raise UnsupportedModelError(f"{config.model_type} is no causal language model: {_one_line(error)}") from error
-    return module.eval()
+    return cast(PreTrainedModel, module.eval())
 
 
 def _revision(source: ModelSource) -> str:

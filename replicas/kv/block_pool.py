@@ -133,10 +133,7 @@ class BlockPool:
 
         Raises PoolExhaustedError where every block is referenced.
         """
-        if self._free:
-            block = self._blocks[self._free.pop()]
-        else:
-            block = self._evict()
+        block = self._blocks[self._free.pop()] if self._free else self._evict()
         block.reference_count = 1
         self._clock += 1
         block.last_use = self._clock
