@@ -53,7 +53,7 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """One life of a replica's cache, announced before its first batch."""
+    """One life of a replica's cache; every inventory carries it."""
 
     replica_id: str
     epoch: int

@@ -83,6 +83,10 @@ class MemoryIndex:
             self._retire(replica)
             self._clean_up()
 
+    def check_epoch(self, replica_id: str, epoch: int) -> None:
+        """Raises UnknownReplicaError or StaleEpochError unless this is the replica's current epoch."""
+        self._current(replica_id, epoch)
+
     def apply(self, batch: EventBatch) -> None:
         """Apply one batch of a registered replica.
 

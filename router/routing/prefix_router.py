@@ -1,0 +1,114 @@
+"""The Ray Serve adapter of the routing policy.
+
+Serve makes one of these in every process that has a handle to the replica deployment, and asks it to rank the replicas
+for each request. It follows the index from its own process, so a decision makes no network call.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from cache_index.actor_store import ActorStore
+from cache_index.messages import GenerationRequest
+from cache_index.mirror import IndexMirror
+from cache_index.settings import IndexSettings
+
+from ..settings import RoutingSettings
+from .load import LoadView, PromisedBlocks, ReplicaReport
+from .policy import Candidate, choose
+
+__all__ = ["PrefixRouter"]
+
+logger = logging.getLogger(__name__)
+
+# Longer than a prompt's prefill and the way of its blocks through the index, shorter than they are likely to live.
+_PROMISE_S = 30.0
+# Some 100 bytes each; a million tokens' worth of prompts at 16 tokens a block.
+_PROMISED_BLOCKS_MAX = 65_536
+
+
+class PrefixRouter(RequestRouter):
+    """Sends each request to the replica where it is cheapest to prefill; see `policy`.
+
+    Which replicas are alive is Serve's to say: the index is asked only about those.
+    """
+
+    def initialize_state(self, settings: dict[str, Any], index: dict[str, Any]) -> None:
+        """Called by Serve with the deployment's `request_router_kwargs`, which have to be JSON."""
+        self._settings = RoutingSettings.model_validate(settings)
+        index_settings = IndexSettings.model_validate(index)
+        self._mirror = IndexMirror(ActorStore(index_settings), index_settings)
+        self._load = LoadView(self._settings.prefill_tokens_per_s_initial)
+        self._promised = PromisedBlocks(_PROMISE_S, _PROMISED_BLOCKS_MAX)
+        # Request id -> replica it was charged to and the work, until it ends. Bounded by the requests in flight.
+        self._charged: dict[str, tuple[str, float]] = {}
+        self._following: asyncio.Task[None] | None = None
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called by Serve, on the router's event loop, when replicas come, go, or report."""
+        super().update_replicas(replicas)
+        self._load.keep_only({replica.replica_id.unique_id for replica in replicas})
+        for replica in replicas:
+            rate = replica.routing_stats.get("prefill_tokens_per_s")
+            self._load.report(replica.replica_id.unique_id, ReplicaReport(prefill_tokens_per_s=rate))
+        # Not in `initialize_state`: Serve may call that outside of the loop in which requests are routed.
+        if self._following is None or self._following.done():
+            if self._following is not None and not self._following.cancelled():
+                logger.error("the index mirror had stopped and is started anew", exc_info=self._following.exception())
+            self._following = asyncio.get_running_loop().create_task(self._mirror.follow())
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Replicas by cost, each a rank of its own, so that one which is full falls to the next best."""
+        request = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if pending_request is None or not isinstance(request, GenerationRequest):
+            # A question about the model, say: the least busy one answers.
+            return [sorted(candidate_replicas, key=lambda r: self._load.num_in_flight(r.replica_id.unique_id))]
+        now_s = time.monotonic()
+        prompt = request.prompt
+        matched = self._mirror.match(prompt.block_hashes)
+        promised = self._promised.match(prompt.block_hashes, now_s, any_age=not self._mirror.is_complete)
+        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        candidates = [
+            Candidate(
+                replica_id,
+                min(
+                    prompt.num_tokens, max(matched.get(replica_id, 0), promised.get(replica_id, 0)) * prompt.block_size
+                ),
+                self._load.wait_s(replica_id, now_s),
+                self._load.num_queued(replica_id, now_s),
+                self._load.prefill_tokens_per_s(replica_id),
+            )
+            for replica_id in by_id
+        ]
+        home = prompt.block_hashes[0] if prompt.block_hashes else prompt.root
+        ranking = choose(prompt.num_tokens, home, candidates, self._settings).ranking
+        # Charged now, not when Serve reports it sent, so that the next request of a burst already sees it.
+        best = ranking[0]
+        self._charge(pending_request.metadata.internal_request_id, best.candidate.replica_id, best.work_s, now_s)
+        self._promised.promise(best.candidate.replica_id, prompt.block_hashes, now_s)
+        return [[by_id[cost.candidate.replica_id]] for cost in ranking]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Called by Serve once a replica accepted: not always the one that was charged."""
+        request_id = pending_request.metadata.internal_request_id
+        charged = self._charged.get(request_id)
+        if charged is not None and charged[0] != replica_id.unique_id:
+            self._charge(request_id, replica_id.unique_id, charged[1], time.monotonic())
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Called by Serve when a request ended, however it did."""
+        charged = self._charged.pop(internal_request_id, None)
+        if charged is not None:
+            self._load.ended(charged[0], internal_request_id, time.monotonic())
+
+    def _charge(self, request_id: str, replica_id: str, work_s: float, now_s: float) -> None:
+        earlier = self._charged.pop(request_id, None)
+        if earlier is not None:
+            self._load.ended(earlier[0], request_id, now_s)
+        self._charged[request_id] = (replica_id, work_s)
+        self._load.sent(replica_id, request_id, work_s, now_s)
