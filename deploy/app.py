@@ -9,10 +9,10 @@ import secrets
 import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
-from replicas.replica import ReplicaDeployment
 
 from deploy.errors import SettingsError
 from deploy.settings import AppSettings, app_settings
+from replicas.replica import ReplicaDeployment
 from router.api.gateway import Gateway
 
 __all__ = ["application", "build"]
@@ -41,38 +41,45 @@ def application(settings: AppSettings) -> serve.Application:
     if engine.num_threads is None:
         engine = engine.model_copy(update={"num_threads": _threads_per_replica(settings.num_replicas)})
     replicas = serve.deployment(
-        ReplicaDeployment,
         name="Replica",
         num_replicas=settings.num_replicas,
         max_ongoing_requests=engine.max_num_seqs + engine.max_num_waiting + _ONGOING_MARGIN,
         ray_actor_options={"num_cpus": _REPLICA_CPUS, "num_gpus": _gpus_per_replica(settings)},
         request_router_config=RequestRouterConfig(
-            request_router_class=PREFIX_ROUTER,
-            request_router_kwargs={"settings": settings.routing, "index": settings.index},
+            request_router_class=PREFIX_ROUTER,  # type: ignore[arg-type]  # mypy takes Union[str, Callable] for a dict.
+            # Serve keeps them as JSON.
+            request_router_kwargs={
+                "settings": settings.routing.model_dump(mode="json"),
+                "index": settings.index.model_dump(mode="json"),
+            },
         ),
-    )
+    )(ReplicaDeployment)
     gateways = serve.deployment(
-        Gateway,
         name="Gateway",
         num_replicas=settings.num_gateways,
         max_ongoing_requests=settings.gateway.streams_max + _ONGOING_MARGIN,
         ray_actor_options={"num_cpus": _GATEWAY_CPUS},
-    )
+    )(Gateway)
     # One secret for all gateways of this application: it makes their scopes the same.
     secret = settings.secret.get_secret_value() if settings.secret else secrets.token_hex(32)
     return gateways.bind(replicas.bind(settings.model_settings(), engine, settings.index), settings.gateway, secret)
 
 
+def _cluster_resources() -> dict[str, float]:
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources
+
+
 def _threads_per_replica(num_replicas: int) -> int:
     """An equal share of the cluster's CPUs. Where replicas have machines of their own, set engine.num_threads."""
-    return max(1, int(ray.cluster_resources().get("CPU", 1)) // num_replicas)
+    return max(1, int(_cluster_resources().get("CPU", 1)) // num_replicas)
 
 
 def _gpus_per_replica(settings: AppSettings) -> int:
     """One GPU each, or none. Raises SettingsError where `auto` finds some, and too few."""
     if settings.device != "auto":
         return int(settings.device == "cuda")
-    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    num_gpus = int(_cluster_resources().get("GPU", 0))
     if 0 < num_gpus < settings.num_replicas:
         raise SettingsError(
             f"{settings.num_replicas} replicas take a GPU each and the cluster has {num_gpus}: "

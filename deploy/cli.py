@@ -53,20 +53,24 @@ def _serve(arguments: argparse.Namespace) -> None:
     # Here, not above: it brings Ray's process control, which the other commands have no use for.
     from deploy import runtime
 
+    # Only here: another cluster has ports and models of its own.
+    model_name = None
     if settings.address is None:
         runtime.check_port(settings.host, settings.port)
-        _check_model(settings)
-    runtime.serve_forever(settings, lambda: _application(settings), _say)
+        model_name = _check_model(settings)
+    runtime.serve_forever(settings, lambda: _application(settings), _say, model_name=model_name)
 
 
-def _check_model(settings: Settings) -> None:
-    """What can be known of the model without its weights, so that a wrong one is refused before anything starts."""
-    from replicas.model import check_servable
+def _check_model(settings: Settings) -> str:
+    """What can be known of the model without its weights, so that a wrong one is refused before anything starts.
 
+    Returns the name that clients ask for.
+    """
     from replicas.errors import ModelError
+    from replicas.forward.model import check_servable
 
     try:
-        check_servable(settings.model_settings(), settings.engine)
+        return check_servable(settings.model_settings(), settings.engine, on_convert=_say).name
     except ModelError as error:
         raise StartError(str(error)) from error
 

@@ -6,8 +6,11 @@ where only our application is deployed and deleted.
 
 import contextlib
 import fcntl
+import http.client
+import json
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -40,6 +43,7 @@ _SHUTDOWN_TIMEOUT_S = 3.0
 _POLL_INTERVAL_S = 0.25
 # Health is looked at less often once all is up: a change is news for a person, not for a router.
 _WATCH_INTERVAL_S = 2.0
+_HEALTH_TIMEOUT_S = 2.0
 # A line at least so often while weights load, so that a long silence means something.
 _PROGRESS_INTERVAL_S = 10.0
 # Serve passes no tensors through Ray's object store, whose default is 30 percent of the machine's memory.
@@ -49,18 +53,19 @@ Say = Callable[[str], None]
 Build = Callable[[], "Application"]
 
 
-def serve_forever(settings: Settings, build: Build, say: Say) -> None:
+def serve_forever(settings: Settings, build: Build, say: Say, *, model_name: str | None = None) -> None:
     """Start, report progress with `say`, and return when SIGINT, SIGTERM or SIGHUP asks for the end.
 
-    build: makes the Serve application; called once Ray's environment is set, so it may import ray.serve. All processes
-    have ended on return, also when it raises. A second signal ends them at once. Raises StartError.
+    build: makes the Serve application; called once Ray's environment is set, so it may import ray.serve.
+    model_name: for the line that shows how to ask.
+    All processes have ended on return, also when it raises. A second signal ends them at once. Raises StartError.
     """
     stop = _StopSignal()
     with stop.installed():
         if settings.address is None:
-            _serve_own_cluster(settings, build, say, stop)
+            _serve_own_cluster(settings, build, say, stop, model_name)
         else:
-            _serve_existing_cluster(settings, settings.address, build, say, stop)
+            _serve_existing_cluster(settings, settings.address, build, say, stop, model_name)
 
 
 def check_port(host: str, port: int) -> None:
@@ -120,7 +125,7 @@ class _StopSignal:
             os._exit(130)
 
 
-def _serve_own_cluster(settings: Settings, build: Build, say: Say, stop: _StopSignal) -> None:
+def _serve_own_cluster(settings: Settings, build: Build, say: Say, stop: _StopSignal, model_name: str | None) -> None:
     check_port(settings.host, settings.port)
     fast_path = ray_environment.choose_fast_path(settings.http_fast_path, say)
     folder = _new_folder()
@@ -147,7 +152,7 @@ def _serve_own_cluster(settings: Settings, build: Build, say: Say, stop: _StopSi
         _start_serve(settings)
         _deploy(serve, build)
         _wait_until_ready(serve, settings, say)
-        _announce(settings, context.dashboard_url, say)
+        _announce(settings, context.dashboard_url, model_name, say)
         _watch(serve, say)
     except _StopRequested:
         failed = False
@@ -194,7 +199,9 @@ def _end_own_cluster() -> None:
     processes.end_descendants(grace_s=1.0)
 
 
-def _serve_existing_cluster(settings: Settings, address: str, build: Build, say: Say, stop: _StopSignal) -> None:
+def _serve_existing_cluster(
+    settings: Settings, address: str, build: Build, say: Say, stop: _StopSignal, model_name: str | None
+) -> None:
     say(f"connecting to the Ray cluster at {address}")
     import ray
     from ray import serve
@@ -208,7 +215,7 @@ def _serve_existing_cluster(settings: Settings, address: str, build: Build, say:
         deployed = True
         _deploy(serve, build)
         _wait_until_ready(serve, settings, say)
-        _announce(settings, None, say)
+        _announce(settings, None, model_name, say)
         _watch(serve, say)
     finally:
         stop.begin_ending(owns_descendants=False)
@@ -258,7 +265,8 @@ def _wait_until_ready(serve: Any, settings: Settings, say: Say) -> None:
             failure = first_failure(app)
             if failure is not None:
                 raise StartError(failure)
-            if app.status == "RUNNING":
+            # The replicas are up before the proxy in front of them has noticed.
+            if app.status == "RUNNING" and (settings.address is not None or _answers(settings)):
                 return
             now_s = time.monotonic()
             line = _progress(app, settings)
@@ -266,6 +274,23 @@ def _wait_until_ready(serve: Any, settings: Settings, say: Say) -> None:
                 say(f"{line} ({now_s - started_s:.0f} s)")
                 said, said_s = line, now_s
         time.sleep(_POLL_INTERVAL_S)
+
+
+def _answers(settings: Settings) -> bool:
+    """Whether Serve's proxy has a gateway to send requests to."""
+    connection = http.client.HTTPConnection(_client_host(settings), settings.port, timeout=_HEALTH_TIMEOUT_S)
+    try:
+        connection.request("GET", "/-/healthz")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _client_host(settings: Settings) -> str:
+    """The address at which a client on this machine reaches `settings.host`."""
+    return "127.0.0.1" if settings.host in ("", "0.0.0.0", "::") else settings.host
 
 
 def _progress(app: "ApplicationStatusOverview", settings: Settings) -> str:
@@ -278,15 +303,18 @@ def _progress(app: "ApplicationStatusOverview", settings: Settings) -> str:
     return ", ".join(parts) or "starting replicas"
 
 
-def _announce(settings: Settings, dashboard: str | None, say: Say) -> None:
-    host = "127.0.0.1" if settings.host in ("", "0.0.0.0", "::") else settings.host
+def _announce(settings: Settings, dashboard: str | None, model_name: str | None, say: Say) -> None:
+    host = _client_host(settings)
     url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
     say(f"serving on {url}")
     if dashboard:
         ray_command = Path(sys.executable).with_name("ray")
         say(f"Ray dashboard: http://{dashboard} (its token: {ray_command} get-auth-token)")
-    body = '{"messages": [{"role": "user", "content": "Hello"}]}'
-    say(f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
+    if model_name is None:
+        say(f"try: curl {url}/v1/models")
+    else:
+        body = json.dumps({"model": model_name, "messages": [{"role": "user", "content": "Hello"}]})
+        say(f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}")
     say("Ctrl-C stops everything")
 
 
