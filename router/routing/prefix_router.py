@@ -36,7 +36,9 @@ class PrefixRouter(RequestRouter):
     Which replicas are alive is Serve's to say: the index is asked only about those.
     """
 
-    def initialize_state(self, settings: dict[str, Any], index: dict[str, Any]) -> None:
+    def initialize_state(  # type: ignore[override]  # Serve passes exactly the keywords that deploy names.
+        self, settings: dict[str, Any], index: dict[str, Any]
+    ) -> None:
         """Called by Serve with the deployment's `request_router_kwargs`, which have to be JSON."""
         self._settings = RoutingSettings.model_validate(settings)
         index_settings = IndexSettings.model_validate(index)
