@@ -16,7 +16,7 @@ CONTEXT_TOKENS = 6
 
 
 class TextStream:
-    """The text of one answer. `stopped` is True once a stop string was found; text ends before it."""
+    """The text of one answer. `stopped` is True once a stop string was complete; the text ends before it."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -48,10 +48,12 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         self._held_back += text
-        found = [at for stop in self._stop if (at := self._held_back.find(stop)) >= 0]
+        # The one that is complete first wins, so the cut does not depend on how the text falls into tokens.
+        found = [(at + len(stop), at) for stop in self._stop if (at := self._held_back.find(stop)) >= 0]
         if found:
             self.stopped = True
-            text, self._held_back = self._held_back[: min(found)], ""
+            _, start = min(found)
+            text, self._held_back = self._held_back[:start], ""
             return text
         keep = max((_overlap(self._held_back, stop) for stop in self._stop), default=0)
         certain = len(self._held_back) - keep

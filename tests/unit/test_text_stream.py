@@ -1,0 +1,85 @@
+"""Text comes out whole characters at a time, and never past a stop string."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from replicas.text_stream import TextStream
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_folder: Callable[[str], Path]) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(model_folder("llama"))
+
+
+def stream(tokenizer: PreTrainedTokenizerFast, text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+    decoding = TextStream(tokenizer.backend_tokenizer, tokenizer("before").input_ids, stop)
+    pieces: list[str] = []
+    for token_id in tokenizer(text).input_ids:
+        pieces.append(decoding.push(token_id))
+        if decoding.stopped:
+            return pieces, True
+    pieces.append(decoding.flush())
+    return pieces, decoding.stopped
+
+
+def cut(text: str, stop: Iterable[str]) -> str:
+    """What is left: up to the start of the stop string whose end comes first."""
+    ends = {(at + len(s), at) for s in stop if (at := text.find(s)) >= 0}
+    return text[: min(ends)[1]] if ends else text
+
+
+@pytest.mark.parametrize("text", ["the sea", "naïve café", "日本語 and 🌊🌊", " leading", "trailing ", "a\n\nb\t"])
+def test_the_pieces_are_the_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    pieces, stopped = stream(tokenizer, text)
+    assert "".join(pieces) == text
+    assert not stopped
+
+
+def test_a_character_of_several_tokens_comes_whole(tokenizer: PreTrainedTokenizerFast) -> None:
+    pieces, _ = stream(tokenizer, "🌊")
+    assert [piece for piece in pieces if piece] == ["🌊"]
+    assert len(pieces) > 2
+
+
+def test_an_answer_that_ends_within_a_character_ends_with_a_replacement_character(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    token_ids = tokenizer("sea 🌊").input_ids[:-1]
+    decoding = TextStream(tokenizer.backend_tokenizer, [], ())
+    text = "".join(decoding.push(token_id) for token_id in token_ids) + decoding.flush()
+    assert text == tokenizer.decode(token_ids)
+    assert text.startswith("sea ")
+    assert "\ufffd" in text
+
+
+@pytest.mark.parametrize("stop", [("sky",), ("and the",), ("x", "sky and"), ("y and",)])
+def test_text_ends_before_a_stop_string_that_lies_across_tokens(
+    tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]
+) -> None:
+    text = "the sea, the sky and the stars"
+    pieces, stopped = stream(tokenizer, text, stop)
+    assert stopped
+    assert "".join(pieces) == cut(text, stop)
+
+
+def test_what_only_looked_like_a_stop_string_is_given_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    pieces, stopped = stream(tokenizer, "the stars", ("stare", "the starsx"))
+    assert "".join(pieces) == "the stars"
+    assert not stopped
+
+
+@given(
+    text=st.text(alphabet="ab 🌊é", max_size=30),
+    stop=st.lists(st.text(alphabet="ab 🌊é", min_size=1, max_size=4), max_size=3),
+)
+def test_any_text_is_cut_at_the_stop_string_that_is_complete_first(
+    tokenizer: PreTrainedTokenizerFast, text: str, stop: list[str]
+) -> None:
+    pieces, stopped = stream(tokenizer, text, tuple(stop))
+    assert "".join(pieces) == cut(text, stop)
+    assert stopped == any(s in text for s in stop)
