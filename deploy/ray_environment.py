@@ -94,6 +94,8 @@ def prepare(folder: Path, *, fast_path: bool, environ: MutableMapping[str, str] 
         # gRPC, and logs are buffered.
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        # Ray runs its workers at niceness 15, so that a batch job leaves the machine usable. Here they answer a person.
+        "RAY_worker_niceness": "0",
         # A laptop does not report to Ray's authors unless its owner asks for it.
         "RAY_USAGE_STATS_ENABLED": "0",
     }.items():
