@@ -40,12 +40,12 @@ class ChunkStream:
 
     def __init__(self, engine: "_TakesRequests", prompt: PromptBlocks, sampling: SamplingParams) -> None:
         self._engine = engine
-        self._request_id = secrets.token_hex(8)
+        self.request_id = secrets.token_hex(8)
         # Not bounded by itself: an answer has at most `max_model_len` tokens, hence so many chunks.
         self._chunks: queue.SimpleQueue[GenerationChunk | Refusal] = queue.SimpleQueue()
         self.num_prompt_tokens = prompt.num_tokens
         self.submitted_s = time.perf_counter()
-        engine.submit(GenerationRequest(self._request_id, prompt, sampling), self._chunks.put)
+        engine.submit(GenerationRequest(self.request_id, prompt, sampling), self._chunks.put)
 
     def __iter__(self) -> Iterator[GenerationChunk]:
         try:
@@ -57,7 +57,7 @@ class ChunkStream:
                 if message.finish_reason is not None:
                     return
         finally:
-            self._engine.cancel(self._request_id)
+            self._engine.cancel(self.request_id)
 
 
 def gather(stream: ChunkStream) -> Completion:

@@ -85,8 +85,9 @@ def test_a_request_that_is_cancelled_while_it_waits_is_gone(make_engine: MakeEng
     engine = make_engine(max_num_seqs=1)
     running = engine.stream([5] * 20, ENDLESS)
     waiting = engine.stream([6] * 20, ENDLESS)
-    engine.cancel(waiting._request_id)
-    assert engine.call(lambda core: len(core.scheduler.waiting)) == 0
+    engine.cancel(waiting.request_id)
+    left = engine.call(lambda core: [*core.scheduler.running, *core.scheduler.waiting])
+    assert [sequence.request_id for sequence in left] == [running.request_id]
     assert sum(len(chunk.token_ids) for chunk in running) == CONTEXT - 20 + 1
 
 
