@@ -353,8 +353,8 @@ def _weights_digest(source: ModelSource, config: PreTrainedConfig) -> str:
 
 def _config_digest(config: PreTrainedConfig) -> str:
     fields = config.to_dict()
-    # These say where the configuration came from, not how the model computes.
-    for name in ("transformers_version", "_name_or_path", "_commit_hash", "_attn_implementation"):
+    # These say where the configuration came from, or stand in fields of their own, as dtype does.
+    for name in ("transformers_version", "_name_or_path", "_commit_hash", "_attn_implementation", "dtype"):
         fields.pop(name, None)
     return _digest(json.dumps(fields, sort_keys=True, default=str).encode())
 

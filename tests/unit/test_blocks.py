@@ -142,7 +142,7 @@ def test_token_ids_become_uint32_by_value(tokens: list[int]) -> None:
     ids=repr,
 )
 def test_what_is_no_uint32_is_refused_and_never_becomes_another_token(bad: Any) -> None:
-    with pytest.raises(ValueError, match="token id|shape|sequence"):
+    with pytest.raises(ValueError, match=r"token id|shape|sequence"):
         as_token_ids(bad)
 
 
