@@ -50,13 +50,14 @@ def hash_block(
 def as_token_ids(token_ids: Iterable[int]) -> TokenIds:
     """Token ids as a read-only uint32 array.
 
-    Raises ValueError for an id that is no uint32: numpy would otherwise wrap it into another token.
+    Raises ValueError for an id that is no uint32: numpy would otherwise wrap or round it into another token.
     """
-    wide = np.fromiter(token_ids, dtype=np.int64) if not isinstance(token_ids, np.ndarray) else token_ids
+    wide = token_ids if isinstance(token_ids, np.ndarray) else np.array(list(token_ids))
     if wide.ndim != 1:
         raise ValueError(f"token ids must be one-dimensional, got shape {wide.shape}")
-    if wide.size and (int(wide.min()) < 0 or int(wide.max()) > 0xFFFF_FFFF):
-        raise ValueError("a token id must be between 0 and 2**32 - 1")
+    # What holds anything but integers of at most 64 bits has another kind; an empty list has one of its own.
+    if wide.size and (wide.dtype.kind not in "iu" or int(wide.min()) < 0 or int(wide.max()) > 0xFFFF_FFFF):
+        raise ValueError("a token id must be an integer between 0 and 2**32 - 1")
     narrow = wide.astype("<u4")
     narrow.flags.writeable = False
     return narrow
