@@ -14,7 +14,7 @@ from .events import BlocksCleared, BlocksRemoved, BlocksStored, EventBatch, Inve
 
 __all__ = ["MemoryIndex"]
 
-# Retired slots are cleaned this many blocks at a time, so that no single call holds an event loop for long.
+# Retired slots are cleaned this many blocks at a time, so that no single small call holds an event loop for long.
 CLEANED_BLOCKS_PER_CALL = 2_000
 
 
@@ -31,7 +31,7 @@ class MemoryIndex:
 
     A replica occupies a slot, which is a bit number. A replica that leaves or registers a new epoch gives its slot up:
     the slot's bit leaves `_live_mask`, which voids all its entries in constant time, and its entries are cleaned up a
-    bounded number at a time before the slot is used again.
+    bounded number at a time before the slot is used again. There are never more of them than there once were live ones.
     """
 
     def __init__(self) -> None:
@@ -99,15 +99,17 @@ class MemoryIndex:
         if batch.seq != replica.seq + 1:
             raise SequenceGapError(batch.replica_id, replica.seq + 1, batch.seq)
         replica.seq = batch.seq
+        num_stored = 0
         for event in batch.events:
             match event:
                 case BlocksStored(scope, block_hashes):
                     self._store(replica, scope, block_hashes)
+                    num_stored += len(block_hashes)
                 case BlocksRemoved(_, block_hashes):
                     self._remove(replica, block_hashes)
                 case BlocksCleared():
                     self._remove(replica, list(replica.blocks))
-        self._clean_up()
+        self._clean_up(num_stored)
 
     def replace(self, inventory: Inventory) -> None:
         """Make the replica's entries equal to its inventory; registers it where necessary.
@@ -123,6 +125,7 @@ class MemoryIndex:
         for block_hash, scope in held.items():
             self._store(replica, scope, (block_hash,))
         replica.seq = inventory.seq
+        self._clean_up(len(held))
 
     def inventories(self) -> tuple[Inventory, ...]:
         """What every registered replica holds, blocks in the order in which they were stored."""
@@ -158,6 +161,7 @@ class MemoryIndex:
             "every slot is live, retired or free, and only one of them"
         )
         assert self._live_mask == sum(1 << replica.slot for replica in self._replicas.values())
+        assert self._replica_ids == {replica.slot: replica_id for replica_id, replica in self._replicas.items()}
         expected: dict[BlockHash, int] = {}
         for replica in (*self._replicas.values(), *self._retired):
             for block_hash in replica.blocks:
@@ -205,15 +209,18 @@ class MemoryIndex:
         self._live_mask &= ~(1 << replica.slot)
         self._retired.append(replica)
 
-    def _clean_up(self) -> None:
-        if not self._retired:
-            return
-        replica = self._retired[-1]
-        some = [block_hash for block_hash, _ in zip(replica.blocks, range(CLEANED_BLOCKS_PER_CALL), strict=False)]
-        self._remove(replica, some)
-        if not replica.blocks:
-            self._retired.pop()
-            self._free_slots.append(replica.slot)
+    def _clean_up(self, num_stored: int = 0) -> None:
+        # Never fewer than were just stored: a replica that comes and goes stores all it holds each time, so what is
+        # retired stays below the most that was ever live.
+        num_left = max(CLEANED_BLOCKS_PER_CALL, num_stored)
+        while self._retired and num_left:
+            replica = self._retired[-1]
+            some = [block_hash for block_hash, _ in zip(replica.blocks, range(num_left), strict=False)]
+            self._remove(replica, some)
+            num_left -= len(some)
+            if not replica.blocks:
+                self._retired.pop()
+                self._free_slots.append(replica.slot)
 
 
 def _group_by_scope(blocks: Mapping[BlockHash, bytes]) -> Iterator[BlocksStored]:
