@@ -5,6 +5,7 @@ the replicas, which learn of it by UnknownReplicaError.
 """
 
 import asyncio
+import itertools
 import secrets
 import time
 from collections import deque
@@ -62,16 +63,16 @@ class EmbeddedStore:
 
     async def read(self, cursor: Cursor | None, timeout_s: float) -> News:
         self._expire()
-        oldest = self._version - len(self._log)
-        if cursor is None or cursor.life != self._life or not oldest <= cursor.version <= self._version:
-            return News(self._cursor(), self._index.inventories(), is_snapshot=True)
-        if cursor.version == self._version:
+        if cursor == self._cursor():
             try:
                 await asyncio.wait_for(self._changed.wait(), timeout_s)
             except TimeoutError:
                 self._expire()
-        missed = min(self._version - cursor.version, len(self._log))
-        items = tuple(self._log[index] for index in range(len(self._log) - missed, len(self._log)))
+        # Only now, for more may have happened during the wait than the log holds.
+        num_missed = self._version - cursor.version if cursor is not None and cursor.life == self._life else None
+        if num_missed is None or not 0 <= num_missed <= len(self._log):
+            return News(self._cursor(), self._index.inventories(), is_snapshot=True)
+        items = tuple(itertools.islice(self._log, len(self._log) - num_missed, None))
         return News(self._cursor(), items, is_snapshot=False)
 
     def check_invariants(self) -> None:
