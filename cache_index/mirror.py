@@ -73,8 +73,9 @@ class IndexMirror:
         self._cursor = news.cursor
         if news.is_snapshot:
             self.num_snapshots += 1
-            for absent in self._index.replica_ids - {item.replica_id for item in news.items}:
-                self._index.drop(absent)
+            # Nothing that was known before may outlive it, not even what seems newer: a store that lost its data may
+            # first hear a late word, and no mirror knows better than its store.
+            self._index = MemoryIndex()
         for item in news.items:
             try:
                 self._apply_item(item)
