@@ -23,7 +23,7 @@ from typing import Literal
 
 from deploy.errors import StartError
 
-__all__ = ["choose_fast_path", "prepare"]
+__all__ = ["choose_fast_path", "connect_only_when_asked", "prepare"]
 
 # Seconds that HAProxy may take to print its version. It is instant; a binary that hangs must not hang the start.
 _HAPROXY_PROBE_TIMEOUT_S = 10.0
@@ -57,6 +57,11 @@ def _haproxy_obstacle() -> str | None:
     return None
 
 
+def connect_only_when_asked(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Keep Ray from starting a cluster by itself when one of its functions is called after the end of ours."""
+    environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+
+
 def prepare(folder: Path, *, fast_path: bool, environ: MutableMapping[str, str] = os.environ) -> None:
     """Set what a Ray cluster of our own needs.
 
@@ -69,6 +74,7 @@ def prepare(folder: Path, *, fast_path: bool, environ: MutableMapping[str, str] 
     # HAProxy takes 97 characters for a socket's path, and Serve puts a node id of 56 before the name.
     if fast_path and len(str(folder)) > HAPROXY_FOLDER_LENGTH_MAX:
         raise ValueError(f"{folder} is too long a path for HAProxy's sockets")
+    connect_only_when_asked(environ)
     metrics_port, stats_port, fallback_port = _free_ports(3)
     environ.update(
         {

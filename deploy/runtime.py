@@ -12,7 +12,6 @@ import logging
 import os
 import shlex
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -20,13 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deploy import processes, ray_environment
 from deploy.errors import StartError
 from deploy.failures import first_failure, reason
 from deploy.settings import Settings
+from deploy.signals import StopRequested, StopSignal
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -40,6 +39,8 @@ _FOLDER_PARENT = "/tmp"
 _FOLDER_PREFIX = "warmroute-"
 # A graceful end of our own cluster takes 1 to 2 s; past this its processes are ended one by one.
 _SHUTDOWN_TIMEOUT_S = 3.0
+# In somebody's cluster the replicas finish what they are answering first; a second signal does not wait for it.
+_DELETE_TIMEOUT_S = 60.0
 _POLL_INTERVAL_S = 0.25
 # Health is looked at less often once all is up: a change is news for a person, not for a router.
 _WATCH_INTERVAL_S = 2.0
@@ -48,6 +49,8 @@ _HEALTH_TIMEOUT_S = 2.0
 _PROGRESS_INTERVAL_S = 10.0
 # Serve passes no tensors through Ray's object store, whose default is 30 percent of the machine's memory.
 _OBJECT_STORE_BYTES = 256 * 2**20
+
+logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 Build = Callable[[], "Application"]
@@ -60,7 +63,7 @@ def serve_forever(settings: Settings, build: Build, say: Say, *, model_name: str
     model_name: for the line that shows how to ask.
     All processes have ended on return, also when it raises. A second signal ends them at once. Raises StartError.
     """
-    stop = _StopSignal()
+    stop = StopSignal()
     with stop.installed():
         if settings.address is None:
             _serve_own_cluster(settings, build, say, stop, model_name)
@@ -80,52 +83,7 @@ def check_port(host: str, port: int) -> None:
         raise StartError(f"can't listen on {host}:{port}: {reason}; choose another with --port") from error
 
 
-class _StopRequested(BaseException):
-    """Raised in the main thread by the first signal, wherever it is; BaseException, so that no library swallows it."""
-
-
-class _StopSignal:
-    """The first signal unwinds the main thread; one that comes during the unwinding kills what is left."""
-
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self) -> None:
-        self._ending = False
-        self._owns_descendants = False
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        before = {number: signal.getsignal(number) for number in self._SIGNALS}
-        try:
-            self.install()
-            yield
-        except _StopRequested:
-            pass
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def install(self) -> None:
-        """Take the signals, again too: ray.init puts a handler of its own on SIGTERM."""
-        for number in self._SIGNALS:
-            # nohup ignores SIGHUP, and means it.
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
-
-    def begin_ending(self, *, owns_descendants: bool) -> None:
-        self._ending = True
-        self._owns_descendants = owns_descendants
-
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if not self._ending:
-            self._ending = True
-            raise _StopRequested
-        if self._owns_descendants:
-            processes.kill_descendants()
-            os._exit(130)
-
-
-def _serve_own_cluster(settings: Settings, build: Build, say: Say, stop: _StopSignal, model_name: str | None) -> None:
+def _serve_own_cluster(settings: Settings, build: Build, say: Say, stop: StopSignal, model_name: str | None) -> None:
     check_port(settings.host, settings.port)
     fast_path = ray_environment.choose_fast_path(settings.http_fast_path, say)
     folder = _new_folder()
@@ -134,37 +92,43 @@ def _serve_own_cluster(settings: Settings, build: Build, say: Say, stop: _StopSi
         ray_environment.prepare(folder, fast_path=fast_path)
         processes.adopt_orphans()
         say("starting Ray")
-        import ray
-        from ray import serve
-
-        with _as_start_error("Ray did not start"):
-            context = ray.init(
-                address="local",
-                _temp_dir=str(folder / "ray"),
-                include_dashboard=True,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        stop.install()
-        logs = folder / "ray" / "session_latest" / "logs" / "serve"
-        say(f"starting Ray Serve (its logs: {logs})")
-        _start_serve(settings)
-        _deploy(serve, build)
-        _wait_until_ready(serve, settings, say)
-        _announce(settings, context.dashboard_url, model_name, say)
-        _watch(serve, say)
-    except _StopRequested:
+        dashboard = stop.run(lambda: _start_ray(folder))
+        say(f"starting Ray Serve (its logs: {folder / 'ray' / 'session_latest' / 'logs' / 'serve'})")
+        stop.run(lambda: _start_serve(settings))
+        stop.run(lambda: _deploy(build))
+        _wait_until_ready(settings, say, stop)
+        _announce(settings, dashboard, model_name, say)
+        _watch(say, stop)
+    except StopRequested:
         failed = False
         raise
     finally:
-        stop.begin_ending(owns_descendants=True)
+        stop.begin_ending(force=processes.kill_descendants)
         if not failed:
             say("stopping")
-        _end_own_cluster()
+        _end_own_cluster(in_order=not stop.has_abandoned)
         if not failed:
             shutil.rmtree(folder, ignore_errors=True)
             say("stopped")
+        if stop.has_abandoned:
+            # A thread is inside of Ray, and holds the locks that Ray's own exit handlers wait for.
+            os._exit(0)
+
+
+def _start_ray(folder: Path) -> str:
+    """Start a Ray cluster whose files are in `folder`. Returns the dashboard's host and port."""
+    with _as_start_error("Ray did not start"):
+        import ray
+
+        context = ray.init(
+            address="local",
+            _temp_dir=str(folder / "ray"),
+            include_dashboard=True,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        return str(context.dashboard_url)
 
 
 def _new_folder() -> Path:
@@ -175,54 +139,64 @@ def _new_folder() -> Path:
     """
     for left in Path(_FOLDER_PARENT).glob(f"{_FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if left.stat().st_uid == os.getuid() and _lock_folder(left):
+            if left.stat().st_uid == os.getuid() and (lock := _lock_folder(left)) is not None:
                 shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
     folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=_FOLDER_PARENT))
     _lock_folder(folder)
     return folder
 
 
-def _lock_folder(folder: Path) -> bool:
-    """Mark `folder` as in use until this process ends, however it ends. False where another process has done so."""
+def _lock_folder(folder: Path) -> int | None:
+    """Mark `folder` as in use until this process ends, however it ends. None where another process has done so."""
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        return False
-    return True
+        return None
+    return descriptor
 
 
-def _end_own_cluster() -> None:
-    # serve.shutdown() is left out: it waits for HAProxy to drain (30 s), and takes nothing with it that this does not.
-    _bounded(_ray_shutdown, _SHUTDOWN_TIMEOUT_S)
-    processes.end_descendants(grace_s=1.0)
+def _end_own_cluster(*, in_order: bool) -> None:
+    """End all processes; not `in_order` where Ray is still starting, and can't be asked to end."""
+    if in_order:
+        # serve.shutdown() is left out: it waits 30 s for HAProxy to drain, and ends nothing that this does not.
+        _bounded(_disconnect, _SHUTDOWN_TIMEOUT_S)
+        processes.end_descendants(grace_s=1.0)
+    else:
+        processes.kill_descendants()
 
 
 def _serve_existing_cluster(
-    settings: Settings, address: str, build: Build, say: Say, stop: _StopSignal, model_name: str | None
+    settings: Settings, address: str, build: Build, say: Say, stop: StopSignal, model_name: str | None
 ) -> None:
     say(f"connecting to the Ray cluster at {address}")
-    import ray
-    from ray import serve
-
-    deployed = False
+    ray_environment.connect_only_when_asked()
+    has_deployed = False
     try:
-        with _as_start_error(f"can't connect to a Ray cluster at {address}"):
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        stop.install()
-        _start_serve(settings)
-        deployed = True
-        _deploy(serve, build)
-        _wait_until_ready(serve, settings, say)
+        stop.run(lambda: _connect(address))
+        stop.run(lambda: _start_serve(settings))
+        has_deployed = True
+        stop.run(lambda: _deploy(build))
+        _wait_until_ready(settings, say, stop)
         _announce(settings, None, model_name, say)
-        _watch(serve, say)
+        _watch(say, stop)
     finally:
-        stop.begin_ending(owns_descendants=False)
-        say("deleting the application; the Ray cluster goes on")
-        if deployed:
-            _bounded(lambda: serve.delete(APP_NAME), _SHUTDOWN_TIMEOUT_S)
-        _bounded(_ray_shutdown, _SHUTDOWN_TIMEOUT_S)
+        stop.begin_ending(force=lambda: None)
+        if has_deployed:
+            say("deleting the application; the Ray cluster goes on")
+            _bounded(_delete, _DELETE_TIMEOUT_S)
+        if stop.has_abandoned:
+            os._exit(0)
+        _bounded(_disconnect, _SHUTDOWN_TIMEOUT_S)
+
+
+def _connect(address: str) -> None:
+    with _as_start_error(f"can't connect to a Ray cluster at {address}"):
+        import ray
+
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
 
 def _start_serve(settings: Settings) -> None:
@@ -247,7 +221,10 @@ def _as_start_error(what: str) -> Iterator[None]:
         raise StartError(f"{what}: {reason(str(error))}") from error
 
 
-def _deploy(serve: Any, build: Build) -> None:
+def _deploy(build: Build) -> None:
+    """Hand the application to Serve, without waiting for it."""
+    from ray import serve
+
     serve.run_many(
         [serve.RunTarget(build(), name=APP_NAME, route_prefix="/")],
         wait_for_ingress_deployment_creation=False,
@@ -255,12 +232,12 @@ def _deploy(serve: Any, build: Build) -> None:
     )
 
 
-def _wait_until_ready(serve: Any, settings: Settings, say: Say) -> None:
+def _wait_until_ready(settings: Settings, say: Say, stop: StopSignal) -> None:
     """Relay what is still starting until the application runs. Raises StartError at a replica's first failure."""
     started_s = time.monotonic()
     said, said_s = "", started_s
     while True:
-        app = serve.status().applications.get(APP_NAME)
+        app = stop.run(_status)
         if app is not None:
             failure = first_failure(app)
             if failure is not None:
@@ -273,7 +250,7 @@ def _wait_until_ready(serve: Any, settings: Settings, say: Say) -> None:
             if line != said or now_s - said_s >= _PROGRESS_INTERVAL_S:
                 say(f"{line} ({now_s - started_s:.0f} s)")
                 said, said_s = line, now_s
-        time.sleep(_POLL_INTERVAL_S)
+        stop.sleep(_POLL_INTERVAL_S)
 
 
 def _answers(settings: Settings) -> bool:
@@ -318,13 +295,13 @@ def _announce(settings: Settings, dashboard: str | None, model_name: str | None,
     say("Ctrl-C stops everything")
 
 
-def _watch(serve: Any, say: Say) -> None:
+def _watch(say: Say, stop: StopSignal) -> None:
     """Say when a deployment's health changes, until a signal ends the wait."""
     health: dict[str, str] = {}
     while True:
-        time.sleep(_WATCH_INTERVAL_S)
+        stop.sleep(_WATCH_INTERVAL_S)
         processes.reap_orphans()
-        app = serve.status().applications.get(APP_NAME)
+        app = stop.run(_status)
         if app is None:
             continue
         for name, deployment in app.deployments.items():
@@ -334,7 +311,25 @@ def _watch(serve: Any, say: Say) -> None:
             health[name] = deployment.status
 
 
-def _ray_shutdown() -> None:
+def _status() -> "ApplicationStatusOverview | None":
+    """What Serve says of our application; None while it knows none, or while its controller is being restarted."""
+    from ray import serve
+
+    try:
+        return serve.status().applications.get(APP_NAME)
+    except Exception:
+        logger.warning("Ray Serve's status can't be read", exc_info=True)
+        return None
+
+
+def _delete() -> None:
+    from ray import serve
+
+    serve.delete(APP_NAME)
+
+
+def _disconnect() -> None:
+    """Leave the cluster; one that this process started ends with that."""
     import ray
 
     ray.shutdown()
