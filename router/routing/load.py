@@ -21,11 +21,18 @@ class ReplicaReport:
 
 
 @dataclass(slots=True)
+class _Sent:
+    work_s: float
+    # When its prefill is expected to be done.
+    prefilled_at_s: float
+
+
+@dataclass(slots=True)
 class _ReplicaLoad:
     idle_at_s: float = 0.0
     report: ReplicaReport = field(default_factory=ReplicaReport)
-    # Request id -> when its prefill is expected to be done.
-    prefilled_at_s: dict[str, float] = field(default_factory=dict)
+    # By request id.
+    in_flight: dict[str, _Sent] = field(default_factory=dict)
 
 
 class LoadView:
@@ -54,26 +61,34 @@ class LoadView:
 
     def num_queued(self, replica_id: str, now_s: float) -> int:
         """Requests in flight there whose prefill should not be done yet."""
-        return sum(done_s > now_s for done_s in self._load(replica_id).prefilled_at_s.values())
+        return sum(sent.prefilled_at_s > now_s for sent in self._load(replica_id).in_flight.values())
 
     def num_in_flight(self, replica_id: str) -> int:
         """Requests sent there that have not ended."""
-        return len(self._load(replica_id).prefilled_at_s)
+        return len(self._load(replica_id).in_flight)
 
     def sent(self, replica_id: str, request_id: str, work_s: float, now_s: float) -> None:
         """A request with so much prefill work was sent there."""
         load = self._load(replica_id)
         load.idle_at_s = max(load.idle_at_s, now_s) + work_s
-        load.prefilled_at_s[request_id] = load.idle_at_s
+        load.in_flight[request_id] = _Sent(work_s, load.idle_at_s)
 
     def ended(self, replica_id: str, request_id: str, now_s: float) -> None:
         """A request ended, however it did. What it had not yet been expected to take is taken back."""
-        load = self._load(replica_id)
-        load.prefilled_at_s.pop(request_id, None)
-        if not load.prefilled_at_s:
-            load.idle_at_s = now_s
-        else:
-            load.idle_at_s = min(load.idle_at_s, max(load.prefilled_at_s.values()))
+        load = self._replicas.get(replica_id)
+        ended = load.in_flight.pop(request_id, None) if load is not None else None
+        if load is None or ended is None:
+            return
+        left_s = min(ended.work_s, ended.prefilled_at_s - now_s)
+        if left_s > 0.0:
+            load.idle_at_s -= left_s
+            # What stood behind it moves up.
+            for sent in load.in_flight.values():
+                if sent.prefilled_at_s > ended.prefilled_at_s:
+                    sent.prefilled_at_s -= left_s
+        if not load.in_flight:
+            # Sums of floats need not come out even.
+            load.idle_at_s = min(load.idle_at_s, now_s)
 
     def _load(self, replica_id: str) -> _ReplicaLoad:
         return self._replicas.setdefault(replica_id, _ReplicaLoad())
@@ -96,7 +111,8 @@ class PromisedBlocks:
 
     def promise(self, replica_id: str, block_hashes: Sequence[BlockHash], now_s: float) -> None:
         """The replica was sent a prompt with these blocks."""
-        for block_hash in block_hashes:
+        # The first block last, so that it is the last to be forgotten: without it the others match nothing.
+        for block_hash in reversed(block_hashes):
             self._promised.setdefault(block_hash, {})[replica_id] = now_s
             self._promised.move_to_end(block_hash)
         while len(self._promised) > self._blocks_max:
