@@ -371,7 +371,7 @@ def by_value(item: Inventory) -> tuple[int, int, dict[BlockHash, bytes]]:
     return item.epoch, item.seq, {block_hash: part.scope for part in item.blocks for block_hash in part.block_hashes}
 
 
-IndexMachine.TestCase.settings = settings(max_examples=35, stateful_step_count=25, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=20)
 test_any_history_leaves_the_index_equal_to_the_naive_one = IndexMachine.TestCase
 
 
@@ -404,7 +404,6 @@ def test_a_planted_fault_is_found_by_the_same_histories(index_class: type[Memory
             settings=settings(
                 max_examples=60,
                 stateful_step_count=30,
-                deadline=None,
                 phases=[Phase.generate],
                 database=None,
                 derandomize=True,

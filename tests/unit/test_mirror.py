@@ -357,7 +357,7 @@ class FollowingMachine(RuleBasedStateMachine):
             mirror._index.check_invariants()
 
 
-FollowingMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+FollowingMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=20)
 test_a_mirror_that_has_read_knows_what_the_store_knows = FollowingMachine.TestCase
 
 
@@ -381,7 +381,6 @@ def test_a_planted_fault_is_found_by_the_same_histories(mirror_class: type[Index
             settings=settings(
                 max_examples=300,
                 stateful_step_count=30,
-                deadline=None,
                 phases=[Phase.generate],
                 database=None,
                 derandomize=True,

@@ -126,7 +126,7 @@ class LoadMachine(RuleBasedStateMachine):
         assert self.load.num_in_flight("r1") == len(self.left_s)
 
 
-LoadMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
+LoadMachine.TestCase.settings = settings(stateful_step_count=20)
 test_the_view_is_that_of_a_queue_that_works_in_order_of_arrival = LoadMachine.TestCase
 
 
