@@ -1,85 +1,11 @@
-"""Tiny real models for every test that runs one: random weights, real architectures, made in a second."""
+"""Fixtures for every test that runs a model."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
-VOCAB_SIZE = 320
-CONTEXT = 256
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the sea, the sky and the stars above the sea"] * 8, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=CHAT_TEMPLATE)
-
-
-def _gpt2() -> GPT2LMHeadModel:
-    """Learned positions: an index past the table raises, and a wrong one gives wrong logits."""
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB_SIZE, n_positions=CONTEXT, n_embd=48, n_layer=3, n_head=4, eos_token_id=0)
-    )
-
-
-def _llama() -> LlamaForCausalLM:
-    """Rotary positions and grouped KV heads."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            max_position_embeddings=CONTEXT,
-            hidden_size=48,
-            intermediate_size=96,
-            num_hidden_layers=3,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            eos_token_id=0,
-        )
-    )
-
-
-def _qwen3() -> Qwen3ForCausalLM:
-    """Rotary positions, query and key norms, and a head dimension of its own."""
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB_SIZE,
-            max_position_embeddings=CONTEXT,
-            hidden_size=48,
-            intermediate_size=96,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            eos_token_id=0,
-        )
-    )
-
-
-FAMILIES = {"gpt2": _gpt2, "llama": _llama, "qwen3": _qwen3}
+from tests import tiny_models
 
 
 @pytest.fixture(scope="session")
@@ -90,15 +16,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     def folder_of(family: str) -> Path:
         if family not in folders:
             folder = tmp_path_factory.mktemp(family)
-            torch.manual_seed(7)
-            model = FAMILIES[family]().eval()
-            # Random weights of the usual size give nearly flat logits; larger ones make positions and context matter.
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.ndim > 1:
-                        parameter.mul_(4.0)
-            model.save_pretrained(folder)
-            _tokenizer().save_pretrained(folder)
+            tiny_models.save(family, folder)
             folders[family] = folder
         return folders[family]
 

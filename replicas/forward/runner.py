@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import torch
 
 from ..kv.tensors import KVLayout, KVTensors
-from .attention import GatherAttention, PackedAttention, PackedStep, Span, VarlenAttention
+from .attention import PackedAttention, PackedStep, Span
+from .gather import GatherAttention
 from .model import LoadedModel
+from .varlen import VarlenAttention
 
 __all__ = ["ModelRunner", "pick_attention"]
 

@@ -23,7 +23,7 @@ from replicas.forward.model import LoadedModel
 from replicas.forward.runner import ModelRunner
 from replicas.kv.tensors import num_blocks_for
 from replicas.settings import EngineSettings
-from tests.conftest import CONTEXT, VOCAB_SIZE
+from tests.tiny_models import CONTEXT, VOCAB_SIZE
 
 MakeEngine = Callable[..., Engine]
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

@@ -15,9 +15,10 @@ from cache_index.identity import chain_root
 from cache_index.messages import SamplingParams
 from replicas.engine import Engine
 from replicas.forward.attention import Span
+from replicas.forward.gather import CASCADE_TOKENS_MIN
 from replicas.forward.model import LoadedModel
 from replicas.forward.runner import ModelRunner
-from tests.conftest import CONTEXT, VOCAB_SIZE
+from tests.tiny_models import CONTEXT, VOCAB_SIZE
 
 BLOCK_SIZE = 16
 TOLERANCE = 1e-4
@@ -86,14 +87,16 @@ def test_sequences_packed_into_one_batch_give_their_own_logits_at_every_step(
 ) -> None:
     # Chunks smaller than the prompts, so that prefill chunks and decodes share steps.
     engine = make_engine(family, max_num_batched_tokens=40)
-    prefix = tokens(2 * BLOCK_SIZE, seed=10)
+    # Long enough that the decoding sequences attend to it as one (cascade attention).
+    prefix = tokens(CASCADE_TOKENS_MIN + BLOCK_SIZE, seed=10)
     engine.generate([prefix], GREEDY_ONE)
+    num_steps = len(runner_of(engine).steps)
     prompts = [prefix + tokens(length, seed=20 + length) for length in (1, 7, 16, 33)] + [tokens(50, seed=30)]
     answers = engine.generate(prompts, SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True))
     assert [answer.cached_tokens for answer in answers] == [len(prefix)] * 4 + [0]
     texts = [[*p, *a.token_ids] for p, a in zip(prompts, answers, strict=True)]
     num_compared = num_mixed = 0
-    for spans, logits in runner_of(engine).steps[1:]:
+    for spans, logits in runner_of(engine).steps[num_steps:]:
         num_mixed += {len(span.token_ids) == 1 for span in spans} == {True, False}
         wanted = [span for span in spans if span.wants_logits]
         for span, row in zip(wanted, logits, strict=True):
