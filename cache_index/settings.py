@@ -1,12 +1,12 @@
 """Settings of the cache index."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = ["IndexSettings"]
 
-PositiveSeconds = Annotated[float, Field(gt=0)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
 class IndexSettings(BaseModel):
@@ -31,3 +31,9 @@ class IndexSettings(BaseModel):
     """Batches that the store keeps for followers; one that lags further behind gets a snapshot."""
     pending_blocks_max: int = Field(default=200_000, ge=1)
     """Events that a replica keeps while the store is away; past it they are dropped and the inventory is published."""
+
+    @model_validator(mode="after")
+    def _lease_outlives_heartbeats(self) -> Self:
+        if self.lease_s < 2 * self.heartbeat_interval_s:
+            raise ValueError("lease_s must be at least twice heartbeat_interval_s, or a live replica's lease runs out")
+        return self

@@ -109,6 +109,15 @@ class PromisedBlocks:
     def __len__(self) -> int:
         return len(self._promised)
 
+    def keep_only(self, replica_ids: set[str]) -> None:
+        """Forget what was promised to replicas that are gone."""
+        for block_hash, holders in list(self._promised.items()):
+            kept = {replica_id: promised_s for replica_id, promised_s in holders.items() if replica_id in replica_ids}
+            if kept:
+                self._promised[block_hash] = kept
+            else:
+                del self._promised[block_hash]
+
     def promise(self, replica_id: str, block_hashes: Sequence[BlockHash], now_s: float) -> None:
         """The replica was sent a prompt with these blocks."""
         # The first block last, so that it is the last to be forgotten: without it the others match nothing.

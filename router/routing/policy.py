@@ -54,8 +54,8 @@ class Decision:
 def choose(num_prompt_tokens: int, home: bytes, candidates: Sequence[Candidate], settings: RoutingSettings) -> Decision:
     """Rank candidates by cost; those within the tie tolerance of the least by rendezvous hash of `home`.
 
-    home: the hash of the prompt's first block, so that equal prefixes tie towards the same replica wherever they are
-    routed (rendezvous hashing, Thaler and Ravishankar 1998). The result does not depend on the order of `candidates`.
+    home: the hash of the prompt's first uncached block, so that equal prompts tie towards the same replica wherever
+    they are routed (rendezvous hashing, Thaler and Ravishankar 1998). The order of `candidates` does not matter.
     """
     mean_queued = sum(candidate.num_queued for candidate in candidates) / max(1, len(candidates))
     price = settings.price_base + settings.price_per_queued * mean_queued

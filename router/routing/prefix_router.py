@@ -7,11 +7,13 @@ for each request. It follows the index from its own process, so a decision makes
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from cache_index.actor_store import ActorStore
+from cache_index.blocks import PromptBlocks
 from cache_index.messages import GenerationRequest
 from cache_index.mirror import IndexMirror
 from cache_index.settings import IndexSettings
@@ -47,12 +49,17 @@ class PrefixRouter(RequestRouter):
         self._promised = PromisedBlocks(_PROMISE_S, _PROMISED_BLOCKS_MAX)
         # Request id -> replica it was charged to and the work, until it ends. Bounded by the requests in flight.
         self._charged: dict[str, tuple[str, float]] = {}
+        self._replica_ids: set[str] = set()
         self._following: asyncio.Task[None] | None = None
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Serve, on the router's event loop, when replicas come, go, or report."""
         super().update_replicas(replicas)
-        self._load.keep_only({replica.replica_id.unique_id for replica in replicas})
+        replica_ids = {replica.replica_id.unique_id for replica in replicas}
+        if replica_ids != self._replica_ids:
+            self._replica_ids = replica_ids
+            self._load.keep_only(replica_ids)
+            self._promised.keep_only(replica_ids)
         for replica in replicas:
             rate = replica.routing_stats.get("prefill_tokens_per_s")
             self._load.report(replica.replica_id.unique_id, ReplicaReport(prefill_tokens_per_s=rate))
@@ -71,6 +78,9 @@ class PrefixRouter(RequestRouter):
             # A question about the model, say: the least busy one answers.
             return [sorted(candidate_replicas, key=lambda r: self._load.num_in_flight(r.replica_id.unique_id))]
         now_s = time.monotonic()
+        request_id = pending_request.metadata.internal_request_id
+        # Serve asks again while replicas are full; a request must not wait behind itself.
+        self._uncharge(request_id, now_s)
         prompt = request.prompt
         matched = self._mirror.match(prompt.block_hashes)
         promised = self._promised.match(prompt.block_hashes, now_s, any_age=not self._mirror.is_complete)
@@ -87,11 +97,12 @@ class PrefixRouter(RequestRouter):
             )
             for replica_id in by_id
         ]
-        home = prompt.block_hashes[0] if prompt.block_hashes else prompt.root
-        ranking = choose(prompt.num_tokens, home, candidates, self._settings).ranking
+        ranking = choose(prompt.num_tokens, _home(prompt, matched), candidates, self._settings).ranking
         # Charged now, not when Serve reports it sent, so that the next request of a burst already sees it.
         best = ranking[0]
-        self._charge(pending_request.metadata.internal_request_id, best.candidate.replica_id, best.work_s, now_s)
+        self._charge(request_id, best.candidate.replica_id, best.work_s, now_s)
+        # A request that is given up before it is sent anywhere is not reported as completed.
+        pending_request.future.add_done_callback(lambda future: self._forget_if_cancelled(future, request_id))
         self._promised.promise(best.candidate.replica_id, prompt.block_hashes, now_s)
         return [[by_id[cost.candidate.replica_id]] for cost in ranking]
 
@@ -100,17 +111,31 @@ class PrefixRouter(RequestRouter):
         request_id = pending_request.metadata.internal_request_id
         charged = self._charged.get(request_id)
         if charged is not None and charged[0] != replica_id.unique_id:
-            self._charge(request_id, replica_id.unique_id, charged[1], time.monotonic())
+            now_s = time.monotonic()
+            self._uncharge(request_id, now_s)
+            self._charge(request_id, replica_id.unique_id, charged[1], now_s)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Called by Serve when a request ended, however it did."""
-        charged = self._charged.pop(internal_request_id, None)
+        self._uncharge(internal_request_id, time.monotonic())
+
+    def _forget_if_cancelled(self, future: asyncio.Future[RunningReplica], request_id: str) -> None:
+        if future.cancelled():
+            self._uncharge(request_id, time.monotonic())
+
+    def _uncharge(self, request_id: str, now_s: float) -> None:
+        charged = self._charged.pop(request_id, None)
         if charged is not None:
-            self._load.ended(charged[0], internal_request_id, time.monotonic())
+            self._load.ended(charged[0], request_id, now_s)
 
     def _charge(self, request_id: str, replica_id: str, work_s: float, now_s: float) -> None:
-        earlier = self._charged.pop(request_id, None)
-        if earlier is not None:
-            self._load.ended(earlier[0], request_id, now_s)
         self._charged[request_id] = (replica_id, work_s)
         self._load.sent(replica_id, request_id, work_s, now_s)
+
+
+def _home(prompt: PromptBlocks, matched: Mapping[str, int]) -> bytes:
+    """What a prompt's ties are settled by: its first block that no replica holds, so that prompts which only share what
+    is cached anyway get different homes, and those which share more get the same one.
+    """
+    first_uncached = max(matched.values(), default=0)
+    return prompt.block_hashes[first_uncached] if first_uncached < prompt.num_blocks else prompt.root

@@ -1,12 +1,10 @@
 """A whole cluster as a user starts it: `warmroute serve` with two replicas of a tiny model, reached over HTTP."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,24 +39,23 @@ def cluster(model_folder: Callable[[str], Path]) -> Iterator[Cluster]:
         start_new_session=True,
     )
 
+    is_up = threading.Event()
+
     def read() -> None:
         assert process.stdout is not None
         with process.stdout:
-            lines.extend(line.rstrip() for line in process.stdout)
+            for line in process.stdout:
+                lines.append(line.rstrip())
+                if "Ctrl-C stops everything" in line:
+                    is_up.set()
+        is_up.set()  # Ended, for better or worse: there is nothing more to wait for.
 
     reader = threading.Thread(target=read)
     reader.start()
     running = Cluster(f"http://127.0.0.1:{port}", folder, lines)
     try:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while True:
-            assert process.poll() is None, "\n".join(lines)
-            assert time.monotonic() < deadline_s, "\n".join(lines)
-            try:
-                if running.get("/health")[0] == 200:
-                    break
-            except (OSError, json.JSONDecodeError):
-                time.sleep(0.25)  # Nothing listens yet, so there is no event to wait for.
+        assert is_up.wait(START_TIMEOUT_S), "\n".join(lines)
+        assert process.poll() is None, "\n".join(lines)
         yield running
     finally:
         process.send_signal(signal.SIGINT)
