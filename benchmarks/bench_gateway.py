@@ -3,9 +3,9 @@
     python benchmarks/bench_gateway.py [--samples 200]
 
 A model with next to no work of its own (two layers of random weights, the default model's tokenizer) runs twice: in an
-engine in this process, and in a cluster of one replica that is started for it. The same streamed requests go to both in
-turn; the difference of the medians is the overhead: HTTP both ways, parsing, template, tokenizing, hashing, routing, the
-call to the replica and its stream back.
+engine in this process, and in a cluster of one replica that is started for it. The same streamed requests go to both
+in turn; the difference of the medians is the overhead: HTTP both ways, parsing, template, tokenizing, hashing, routing,
+the call to the replica and its stream back.
 """
 
 import argparse

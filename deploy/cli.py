@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from deploy import demo
+from deploy import demo, processes
 from deploy.errors import DeployError, StartError
 from deploy.settings import Settings, load_settings
 
@@ -33,8 +33,12 @@ _SETTING_FLAGS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code: 0, or 1 after one sentence on standard error; bad usage exits with 2."""
+    """Run the command. Returns the exit code: 0, or 1 after one sentence on standard error; bad usage exits with 2.
+
+    `serve` does not return: it ends the process.
+    """
     arguments = _parser().parse_args(argv)
+    exit_code = 0
     try:
         if arguments.command == "serve":
             _serve(arguments)
@@ -42,8 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             demo.run(arguments.url, num_questions=arguments.questions, model=arguments.model)
     except DeployError as error:
         print(f"warmroute: {error}", file=sys.stderr)
-        return 1
-    return 0
+        exit_code = 1
+    if arguments.command == "serve":
+        processes.leave(exit_code)
+    return exit_code
 
 
 def _serve(arguments: argparse.Namespace) -> None:

@@ -9,10 +9,11 @@ import ctypes
 import os
 import sys
 import time
+from typing import NoReturn
 
 import psutil  # type: ignore[import-untyped]
 
-__all__ = ["adopt_orphans", "end_descendants", "kill_descendants", "reap_orphans"]
+__all__ = ["adopt_orphans", "end_descendants", "kill_descendants", "leave", "reap_orphans"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -65,6 +66,18 @@ def kill_descendants(timeout_s: float = 3.0) -> int:
                 killed.add(process.pid)
         psutil.wait_procs(alive, timeout=max(0.0, deadline - time.monotonic()))
     return len(killed)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process now, without the interpreter's clean-up.
+
+    A thread that is still inside of Ray would abort the process when the interpreter takes itself apart, or hold the
+    locks that Ray's own exit handlers wait for. What is in the buffers of standard output and error is written.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
 
 
 def _runs(process: "psutil.Process") -> bool:

@@ -62,6 +62,7 @@ def serve_forever(settings: Settings, build: Build, say: Say, *, model_name: str
     build: makes the Serve application; called once Ray's environment is set, so it may import ray.serve.
     model_name: for the line that shows how to ask.
     All processes have ended on return, also when it raises. A second signal ends them at once. Raises StartError.
+    After it, end the process with `processes.leave`: a call into Ray that never returned may still be on a thread.
     """
     stop = StopSignal()
     with stop.installed():
@@ -93,6 +94,7 @@ def _serve_own_cluster(settings: Settings, build: Build, say: Say, stop: StopSig
         processes.adopt_orphans()
         say("starting Ray")
         dashboard = stop.run(lambda: _start_ray(folder))
+        stop.install()  # Ray's native code aborts the process on SIGTERM.
         say(f"starting Ray Serve (its logs: {folder / 'ray' / 'session_latest' / 'logs' / 'serve'})")
         stop.run(lambda: _start_serve(settings))
         stop.run(lambda: _deploy(build))
@@ -110,9 +112,6 @@ def _serve_own_cluster(settings: Settings, build: Build, say: Say, stop: StopSig
         if not failed:
             shutil.rmtree(folder, ignore_errors=True)
             say("stopped")
-        if stop.has_abandoned:
-            # A thread is inside of Ray, and holds the locks that Ray's own exit handlers wait for.
-            os._exit(0)
 
 
 def _start_ray(folder: Path) -> str:
@@ -176,6 +175,7 @@ def _serve_existing_cluster(
     has_deployed = False
     try:
         stop.run(lambda: _connect(address))
+        stop.install()  # Ray's native code aborts the process on SIGTERM.
         stop.run(lambda: _start_serve(settings))
         has_deployed = True
         stop.run(lambda: _deploy(build))
@@ -187,9 +187,8 @@ def _serve_existing_cluster(
         if has_deployed:
             say("deleting the application; the Ray cluster goes on")
             _bounded(_delete, _DELETE_TIMEOUT_S)
-        if stop.has_abandoned:
-            os._exit(0)
-        _bounded(_disconnect, _SHUTDOWN_TIMEOUT_S)
+        if not stop.has_abandoned:
+            _bounded(_disconnect, _SHUTDOWN_TIMEOUT_S)
 
 
 def _connect(address: str) -> None:

@@ -6,6 +6,7 @@ with a lock of `logging` in hand; the program then hangs on that lock while it t
 
 import contextlib
 import os
+import queue
 import signal
 import threading
 import time
@@ -38,6 +39,7 @@ class StopSignal:
     def __init__(self) -> None:
         self._is_requested = False
         self._force: Callable[[], object] | None = None
+        self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
         self.has_abandoned = False
         """Whether a call is still running that `run` did not wait for."""
 
@@ -46,16 +48,20 @@ class StopSignal:
         """Take the signals for the time of the block, which ends quietly with StopRequested."""
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         try:
-            for number in _SIGNALS:
-                # nohup ignores SIGHUP, and means it.
-                if number != signal.SIGHUP or before[number] is not signal.SIG_IGN:
-                    signal.signal(number, self._on_signal)
+            self.install()
             yield
         except StopRequested:
             pass
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def install(self) -> None:
+        """Take the signals, and take them back from a library that has taken them since."""
+        for number in _SIGNALS:
+            # nohup ignores SIGHUP, and means it.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
 
     def check(self) -> None:
         """Raise StopRequested where a signal has come."""
@@ -73,12 +79,18 @@ class StopSignal:
     def run(self, action: Callable[[], ResultT]) -> ResultT:
         """The result of `action`, which may block for long and runs on a thread of its own.
 
-        Raises what it raises, and StopRequested at a signal; then the thread is left behind, and `has_abandoned` says
-        so. A thread has one more use: ray.init takes SIGTERM for itself where it runs on the main one.
+        Raises what it raises, and StopRequested at a signal; then the call is left behind, and `has_abandoned` says so.
+
+        All calls run on one thread, which never ends: the kernel kills what ray.init has started as soon as the thread
+        that started it ends (PR_SET_PDEATHSIG goes by threads).
         """
         self.check()
         call = _Call(action)
-        while not call.join(_CHECK_INTERVAL_S):
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_make_calls, args=(self._calls,), daemon=True).start()
+        self._calls.put(call.make)
+        while not call.is_over.wait(_CHECK_INTERVAL_S):
             if self._is_requested:
                 self.has_abandoned = True
                 raise StopRequested
@@ -95,26 +107,26 @@ class StopSignal:
             os._exit(_EXIT_CODE_FORCED)
 
 
+def _make_calls(calls: "queue.SimpleQueue[Callable[[], None]]") -> None:
+    while True:
+        calls.get()()
+
+
 class _Call(Generic[ResultT]):
-    """A call on a daemon thread: one that never returns does not keep the process."""
+    """A call that another thread makes."""
 
     def __init__(self, action: Callable[[], ResultT]) -> None:
+        self.is_over = threading.Event()
         self._action = action
         self._outcome: list[ResultT] = []
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
+    def make(self) -> None:
         try:
             self._outcome.append(self._action())
         except BaseException as error:
             self._error = error
-
-    def join(self, timeout_s: float) -> bool:
-        """Whether the call is over, after at most `timeout_s`."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        self.is_over.set()
 
     def result(self) -> ResultT:
         if self._error is not None:

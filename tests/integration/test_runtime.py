@@ -30,6 +30,7 @@ STOP_TIMEOUT_S = 30.0
 
 PROGRAM = """
 import sys
+from deploy import processes
 from deploy.errors import DeployError
 from deploy.runtime import serve_forever
 from deploy.settings import load_settings
@@ -65,8 +66,11 @@ def build():
 flags = dict(argument.split("=") for argument in sys.argv[1:] if "=" in argument)
 try:
     serve_forever(load_settings(flags, environ={}), build, lambda line: print(line, flush=True))
+    exit_code = 0
 except DeployError as error:
-    sys.exit(f"error: {error}")
+    print(f"error: {error}", file=sys.stderr)
+    exit_code = 1
+processes.leave(exit_code)
 """
 
 
