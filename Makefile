@@ -3,9 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Which PyTorch. constraints.txt pins the version and not the build; to choose a build, name it with its index:
-#   make serve TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"     (NVIDIA)
-#   make serve TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"       (no GPU, small)
+# Which PyTorch. constraints.txt pins the version and not the build; to choose a build, name PyTorch's package index for
+# it, as PyTorch's installation page gives it (for CUDA, or for CPUs only, which is much smaller):
+#   make serve TORCH="torch==2.13.0 --index-url URL"
 # A virtual environment that exists is not reinstalled for a new TORCH: `make clean` first.
 TORCH ?= torch==2.13.0
 # Passed on: make serve ARGS="--port 8100", make test ARGS="tests/unit -k settings"

@@ -10,10 +10,11 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from deploy.errors import SettingsError
-from deploy.settings import AppSettings, app_settings
 from replicas.replica import ReplicaDeployment
 from router.api.gateway import Gateway
+
+from .errors import SettingsError
+from .settings import AppSettings, app_settings
 
 __all__ = ["application", "build"]
 

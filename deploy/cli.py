@@ -8,9 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from deploy import demo, processes
-from deploy.errors import DeployError, StartError
-from deploy.settings import Settings, load_settings
+from . import demo, processes
+from .errors import DeployError, StartError
+from .settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -57,7 +57,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     settings = load_settings(flags, arguments.config)
 
     # Here, not above: it brings Ray's process control, which the other commands have no use for.
-    from deploy import runtime
+    from . import runtime
 
     # Only here: another cluster has ports and models of its own.
     model_name = None
@@ -82,7 +82,7 @@ def _check_model(settings: Settings) -> str:
 
 
 def _application(settings: Settings) -> "Application":
-    from deploy.app import application
+    from .app import application
 
     return application(settings)
 

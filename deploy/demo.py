@@ -15,8 +15,8 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from deploy.demo_handbook import HANDBOOK, QUESTIONS
-from deploy.errors import ClientError
+from .demo_handbook import HANDBOOK, QUESTIONS
+from .errors import ClientError
 
 __all__ = ["Answer", "run"]
 

@@ -6,12 +6,11 @@ proxy that was being reloaded. Processes are named by pid and start time, never 
 
 import contextlib
 import ctypes
+import importlib
 import os
 import sys
 import time
-from typing import NoReturn
-
-import psutil  # type: ignore[import-untyped]
+from typing import Any, NoReturn
 
 __all__ = ["adopt_orphans", "end_descendants", "kill_descendants", "leave", "reap_orphans"]
 
@@ -29,6 +28,7 @@ def adopt_orphans() -> None:
 
 def reap_orphans() -> None:
     """Collect the exit status of adopted processes that have ended, so that none stays behind as a zombie."""
+    psutil = _psutil()
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error, ChildProcessError):
             if child.status() == psutil.STATUS_ZOMBIE:
@@ -41,6 +41,7 @@ def end_descendants(grace_s: float, kill_s: float = 3.0) -> int:
     Each stage is bounded, `grace_s` twice and `kill_s` once. Returns how many had to be killed; after that none is left
     but one that the kernel itself holds.
     """
+    psutil = _psutil()
     descendants = psutil.Process().children(recursive=True)
     _, alive = psutil.wait_procs(descendants, timeout=grace_s)
     for process in alive:
@@ -52,6 +53,7 @@ def end_descendants(grace_s: float, kill_s: float = 3.0) -> int:
 
 def kill_descendants(timeout_s: float = 3.0) -> int:
     """SIGKILL every descendant and wait until they are gone, at most `timeout_s`. Returns how many it killed."""
+    psutil = _psutil()
     deadline = time.monotonic() + timeout_s
     killed: set[int] = set()
     # A process may have forked while we listed its children: its child is ours then (adopt_orphans), so look again.
@@ -80,8 +82,18 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _runs(process: "psutil.Process") -> bool:
+def _runs(process: Any) -> bool:
+    psutil = _psutil()
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
+
+
+def _psutil() -> Any:
+    """psutil as Ray brings it: importing ray puts its copy on the path, where no other is installed.
+
+    Not at the top, for ray reads its environment when it is imported, and that is written first.
+    """
+    importlib.import_module("ray")
+    return importlib.import_module("psutil")

@@ -21,7 +21,7 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Literal
 
-from deploy.errors import StartError
+from .errors import StartError
 
 __all__ = ["choose_fast_path", "connect_only_when_asked", "prepare"]
 

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy import processes, ray_environment
-from deploy.errors import StartError
-from deploy.failures import first_failure, reason
-from deploy.settings import Settings
-from deploy.signals import StopRequested, StopSignal
+from . import processes, ray_environment
+from .errors import StartError
+from .failures import first_failure, reason
+from .settings import Settings
+from .signals import StopRequested, StopSignal
 
 if TYPE_CHECKING:
     from ray.serve import Application

@@ -19,9 +19,10 @@ import yaml
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 
 from cache_index.settings import IndexSettings
-from deploy.errors import SettingsError
 from replicas.settings import EngineSettings, ModelSettings
 from router.settings import GatewaySettings, RoutingSettings
+
+from .errors import SettingsError
 
 __all__ = ["AppSettings", "Settings", "app_settings", "load_settings"]
 

@@ -126,7 +126,7 @@ def test_a_package_imports_only_what_lies_below_it_and_knows_only_what_it_may(pa
         "cache_index",
         "replicas",
         "router",
-        pytest.param("deploy", marks=pytest.mark.xfail(reason="deploy still names itself", strict=False)),
+        "deploy",
     ],
 )
 def test_inside_a_package_imports_are_relative(package: str) -> None:
