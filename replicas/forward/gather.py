@@ -20,6 +20,9 @@ CASCADE_TOKENS_MIN = 64
 """Shared tokens from which one dense product is worth its extra steps (benchmarks/bench_attention.py)."""
 
 
+_BlockIds = torch.Tensor | slice
+
+
 class GatherAttention:
     """Attends each part of the row in its own way: prefill chunks, decodes, decodes that share a prefix."""
 
@@ -159,7 +162,7 @@ def _num_shared_blocks(spans: Sequence[Span]) -> int:
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
-def _padded(spans: Sequence[Span], kv: KVTensors, skip: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(spans: Sequence[Span], kv: KVTensors, skip: int = 0) -> tuple[_BlockIds, torch.Tensor]:
     """Block ids from block `skip` on, [num_sequences * blocks], padded to the longest; and the mask over them."""
     num_blocks = max(-(-span.end // kv.block_size) for span in spans) - skip
     tables = [padded_table(span, kv.block_size, num_blocks, skip=skip) for span in spans]
@@ -169,15 +172,20 @@ def _padded(spans: Sequence[Span], kv: KVTensors, skip: int = 0) -> tuple[torch.
     return _block_ids(tables, kv), mask[:, None, None]
 
 
-def _block_ids(tables: Sequence[Sequence[int]], kv: KVTensors) -> torch.Tensor:
-    return torch.tensor([block for table in tables for block in table], dtype=torch.int64, device=kv.device)
+def _block_ids(tables: Sequence[Sequence[int]], kv: KVTensors) -> _BlockIds:
+    """Ids in order; as a slice where they lie side by side, for then nothing has to be copied."""
+    ids = [block for table in tables for block in table]
+    if ids == list(range(ids[0], ids[0] + len(ids))):
+        return slice(ids[0], ids[0] + len(ids))
+    return torch.tensor(ids, dtype=torch.int64, device=kv.device)
 
 
-def _gather(kv: KVTensors, layer: int, blocks: torch.Tensor, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as [num_sequences, num_kv_heads, num_slots, dim] views of whole gathered blocks."""
+def _gather(kv: KVTensors, layer: int, blocks: _BlockIds, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as [num_sequences, num_kv_heads, num_slots, dim] views of whole blocks."""
 
     def gathered(pool: torch.Tensor) -> torch.Tensor:
-        return pool.index_select(0, blocks).view(num_sequences, -1, *pool.shape[2:]).transpose(1, 2)
+        found = pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks)
+        return found.view(num_sequences, -1, *pool.shape[2:]).transpose(1, 2)
 
     return gathered(kv.keys[layer]), gathered(kv.values[layer])
 

@@ -27,6 +27,7 @@ from ..kv.tensors import KVLayout, LayerShape, num_blocks_for
 from ..settings import EngineSettings, ModelSettings
 from . import attention
 from .gguf import DEFAULT_MODEL_NAME, converted_gguf, default_gguf
+from .linear import speed_up_few_rows
 
 __all__ = ["LoadedModel", "ModelSource", "check_servable", "discover_layout", "load", "pick_device", "resolve"]
 
@@ -152,6 +153,7 @@ def load(settings: ModelSettings, engine: EngineSettings) -> LoadedModel:
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UnsupportedModelError(f"{source.name} has no fast tokenizer (tokenizer.json), which streaming text needs")
     layout = discover_layout(module)
+    speed_up_few_rows(module)
     return LoadedModel(
         source=source,
         module=module,
