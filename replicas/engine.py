@@ -26,11 +26,10 @@ from cache_index.messages import GenerationRequest, RefusalCode, SamplingParams
 from . import sequence
 from .completion import ChunkStream, Completion, OnChunk, gather
 from .core import EngineCore, Job, SavedPrefix
-from .errors import MemoryBudgetError, ReplicaError, RequestRefusedError
-from .forward.model import LoadedModel, kv_memory_bytes, load
+from .errors import ReplicaError, RequestRefusedError
+from .forward.model import LoadedModel, load, num_pool_blocks
 from .forward.runner import ModelRunner
 from .kv.block_pool import BlockPool
-from .kv.tensors import num_blocks_for
 from .sampling import Sampler
 from .scheduler import Scheduler
 from .settings import EngineSettings, ModelSettings
@@ -41,9 +40,6 @@ __all__ = ["Engine"]
 
 Result = TypeVar("Result")
 Prompt = str | Sequence[int] | PromptBlocks
-
-# The fewest tokens that a model is worth serving with, unless its own context is shorter.
-POOL_TOKENS_MIN = 256
 
 
 class Engine:
@@ -72,8 +68,7 @@ class Engine:
         if self.settings.num_threads is not None:
             torch.set_num_threads(self.settings.num_threads)
         if num_blocks is None:
-            num_blocks = num_blocks_for(kv_memory_bytes(self.settings, model.device), block_size, model.layout)
-            _check_pool_is_useful(num_blocks * block_size, model)
+            num_blocks = num_pool_blocks(self.settings, model)
         pinned_blocks_max = int(num_blocks * self.settings.pinned_share_max)
         # A sequence that fits into what pins leave free can always run, if need be alone.
         self.max_model_len = min(model.max_model_len, (num_blocks - pinned_blocks_max) * block_size)
@@ -281,12 +276,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed or not self._thread.is_alive():
             raise ReplicaError("the engine is closed")
-
-
-def _check_pool_is_useful(num_tokens: int, model: LoadedModel) -> None:
-    needed = min(model.max_model_len, POOL_TOKENS_MIN)
-    if num_tokens < needed:
-        raise MemoryBudgetError(
-            f"the KV budget holds {num_tokens} tokens of {model.source.name}, at least {needed} are needed: "
-            f"raise engine.kv_memory_bytes to {needed * model.layout.bytes_per_token:,} or more"
-        )

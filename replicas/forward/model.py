@@ -5,9 +5,7 @@ not guessed from the configuration but recorded in one short forward pass, so a 
 packed path does not honour is found here, by name, and never ignored.
 """
 
-import hashlib
 import inspect
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.utils import logging as hub_logging
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -26,10 +25,19 @@ from ..errors import MemoryBudgetError, ModelNotFoundError, UnsupportedModelErro
 from ..kv.tensors import KVLayout, LayerShape, num_blocks_for
 from ..settings import EngineSettings, ModelSettings
 from . import attention
+from .fingerprint import ModelSource, identity_of
 from .gguf import DEFAULT_MODEL_NAME, converted_gguf, default_gguf
 from .linear import speed_up_few_rows
 
-__all__ = ["LoadedModel", "ModelSource", "check_servable", "discover_layout", "load", "pick_device", "resolve"]
+__all__ = [
+    "LoadedModel",
+    "check_servable",
+    "discover_layout",
+    "load",
+    "num_pool_blocks",
+    "pick_device",
+    "resolve",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -37,24 +45,14 @@ CPU_KV_MEMORY_BYTES = 1 << 30
 CUDA_KV_SHARE = 0.85
 """Of the memory that the weights left free; the rest is for activations, which a step's token budget bounds."""
 
+POOL_TOKENS_MIN = 256
+"""The fewest tokens that a model is worth serving with, unless its own context is shorter."""
+
 # Layers that keep a state which can't be split into blocks; a prefix of it can't be shared.
 _STATEFUL_LAYER_TYPES = ("linear_attention", "mamba", "recurrent", "conv")
 
 # What models pass along that changes nothing here: positions were applied before, and nothing is cached by them.
 _HARMLESS_KEYWORDS = frozenset({"position_ids", "cache_position", "use_cache", "position_embeddings"})
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """Where a model comes from: `location` is a folder or a hub id, `name` what clients call it."""
-
-    name: str
-    location: str
-    revision: str | None
-
-    @property
-    def is_local(self) -> bool:
-        return Path(self.location).is_dir()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +117,7 @@ def check_servable(
         return source
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     kv_bytes = _kv_memory_bytes(engine, device, weight_bytes)
-    num_blocks_for(kv_bytes, engine.block_size, layout)
+    _num_useful_blocks(kv_bytes, engine, layout, _max_model_len(config, engine), source.name)
     total_bytes = _total_memory_bytes(device)
     if weight_bytes + kv_bytes > total_bytes:
         raise MemoryBudgetError(
@@ -158,7 +156,7 @@ def load(settings: ModelSettings, engine: EngineSettings) -> LoadedModel:
         source=source,
         module=module,
         tokenizer=tokenizer,
-        identity=_identity(source, module, tokenizer, layout, engine.block_size),
+        identity=identity_of(source, module, tokenizer, layout, engine.block_size),
         layout=layout,
         device=device,
         max_model_len=_max_model_len(config, engine),
@@ -167,9 +165,13 @@ def load(settings: ModelSettings, engine: EngineSettings) -> LoadedModel:
     )
 
 
-def kv_memory_bytes(engine: EngineSettings, device: torch.device) -> int:
-    """The KV pool's budget on a device whose weights are loaded: what is set, or the default for the device."""
-    return _kv_memory_bytes(engine, device, weight_bytes_to_come=0)
+def num_pool_blocks(engine: EngineSettings, model: LoadedModel) -> int:
+    """Size of the KV pool for a loaded model: as many blocks as its memory budget holds.
+
+    Raises MemoryBudgetError where that is too little to serve the model with.
+    """
+    kv_bytes = _kv_memory_bytes(engine, model.device, weight_bytes_to_come=0)
+    return _num_useful_blocks(kv_bytes, engine, model.layout, model.max_model_len, model.source.name)
 
 
 def pick_device(settings: ModelSettings) -> torch.device:
@@ -269,6 +271,8 @@ def _check_supported(module: PreTrainedModel) -> None:
 
 
 def _load_config(source: ModelSource) -> PreTrainedConfig:
+    # Its retries are not news by the line; the error that is raised in the end says what is wrong.
+    hub_logging.set_verbosity_error()
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.location, revision=_revision(source))
     except (OSError, ValueError, KeyError) as error:
@@ -320,47 +324,6 @@ def _eos_token_ids(module: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     return frozenset([declared] if isinstance(declared, int) else declared)
 
 
-def _identity(
-    source: ModelSource, module: PreTrainedModel, tokenizer: Any, layout: KVLayout, block_size: int
-) -> CacheIdentity:
-    config = module.config
-    quantization = getattr(config, "quantization_config", None)
-    return CacheIdentity(
-        weights=_weights_digest(source, config),
-        config=_config_digest(config),
-        dtype=str(module.dtype),
-        kv_dtype=str(layout.dtype),
-        quantization=None if quantization is None else _digest(str(quantization).encode()),
-        attention=attention.ATTENTION_NAME,
-        tokenizer=_digest(tokenizer.backend_tokenizer.to_str().encode()),
-        chat_template=None if not tokenizer.chat_template else _digest(json.dumps(tokenizer.chat_template).encode()),
-        adapter=None,
-        block_size=block_size,
-    )
-
-
-def _weights_digest(source: ModelSource, config: PreTrainedConfig) -> str:
-    if not source.is_local:
-        # A commit names its files' content, so hashing tens of gigabytes again would say nothing more.
-        return f"{source.location}@{config._commit_hash}"
-    files = sorted(
-        file for pattern in ("*.safetensors", "*.bin") for file in Path(source.location).glob(pattern) if file.is_file()
-    )
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, hashlib.blake2b).digest())
-    return digest.hexdigest()
-
-
-def _config_digest(config: PreTrainedConfig) -> str:
-    fields = config.to_dict()
-    # These say where the configuration came from, or stand in fields of their own, as dtype does.
-    for name in ("transformers_version", "_name_or_path", "_commit_hash", "_attn_implementation", "dtype"):
-        fields.pop(name, None)
-    return _digest(json.dumps(fields, sort_keys=True, default=str).encode())
-
-
 def _kv_memory_bytes(engine: EngineSettings, device: torch.device, weight_bytes_to_come: int) -> int:
     if engine.kv_memory_bytes is not None:
         return engine.kv_memory_bytes
@@ -370,14 +333,21 @@ def _kv_memory_bytes(engine: EngineSettings, device: torch.device, weight_bytes_
     return int(max(0, free_bytes - weight_bytes_to_come) * CUDA_KV_SHARE)
 
 
+def _num_useful_blocks(kv_bytes: int, engine: EngineSettings, layout: KVLayout, max_model_len: int, name: str) -> int:
+    num_blocks = num_blocks_for(kv_bytes, engine.block_size, layout)
+    needed = min(max_model_len, POOL_TOKENS_MIN)
+    if num_blocks * engine.block_size < needed:
+        raise MemoryBudgetError(
+            f"the KV budget holds {num_blocks * engine.block_size} tokens of {name}, at least {needed} are needed: "
+            f"raise engine.kv_memory_bytes to {needed * layout.bytes_per_token:,} or more"
+        )
+    return num_blocks
+
+
 def _total_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _one_line(error: BaseException) -> str:

@@ -72,6 +72,8 @@ def test_a_model_larger_than_memory_is_refused_before_its_weights_load(
         check_servable(settings_of(tmp_path), EngineSettings(kv_memory_bytes=1 << 50))
     with pytest.raises(MemoryBudgetError, match="does not hold one block"):
         check_servable(settings_of(tmp_path), EngineSettings(kv_memory_bytes=1))
+    with pytest.raises(MemoryBudgetError, match=r"raise engine\.kv_memory_bytes"):
+        check_servable(settings_of(tmp_path), EngineSettings(kv_memory_bytes=30_000))
     assert check_servable(settings_of(tmp_path), ENGINE).location == str(tmp_path)
 
 
