@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from ..errors import ModelError, ModelNotFoundError
 
@@ -74,6 +75,7 @@ def converted_gguf(file: Path, cache_dir: Path, on_convert: Callable[[str], None
 
 
 def _convert(file: Path, target: Path) -> None:
+    disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
