@@ -145,21 +145,10 @@ class PackedStep:
         return cls(ordered, tuple(order), num_decodes, rows[0], rows[1], rows[2])
 
 
-class PackedAttention(Protocol):
+class PackedAttention(AttentionContext, Protocol):
     """One way to attend over the pool. Made once per step, used by every layer."""
 
     def __init__(self, step: PackedStep, kv: KVTensors) -> None: ...
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        keywords: dict[str, Any],
-    ) -> torch.Tensor: ...
 
 
 def padded_table(span: "Span", block_size: int, num_blocks: int, *, skip: int = 0) -> list[int]:
