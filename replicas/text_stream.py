@@ -7,44 +7,71 @@ change it any more.
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 __all__ = ["TextStream"]
 
 # Enough for a decoder to know whether the answer's first token begins with a space or continues a word.
 CONTEXT_TOKENS = 6
 
+# What decoders write for bytes that are no character, or not yet.
+REPLACEMENT = "\ufffd"
+
 
 class TextStream:
-    """The text of one answer. `stopped` is True once a stop string was complete; the text ends before it."""
+    """The text of one answer. `stopped` is True once a stop string was complete; the text ends before it.
+
+    A token's text depends on its neighbours, so it is what the text of a few tokens gains by it (the two offsets of
+    vLLM's and TGI's detokenizers). `tokenizers`' own DecodeStream is of the same kind, but raises where a byte-fallback
+    decoder takes text back, and gives the prompt's last tokens out where those end within a character.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        self._decoder = DecodeStream(list(prompt_token_ids[-CONTEXT_TOKENS:]), skip_special_tokens=True)
         self._stop = tuple(stop)
-        self._pending_ids: list[int] = []
+        # Tokens whose text was given out, as context, and then those whose text was not.
+        self._token_ids = list(prompt_token_ids[-CONTEXT_TOKENS:])
+        self._num_told = len(self._token_ids)
+        self._told = self._decode(self._token_ids)
         self._held_back = ""
         self.stopped = False
 
     def push(self, token_id: int) -> str:
         """Text that this token makes certain; often empty."""
         assert not self.stopped, "nothing comes after a stop string"
-        self._pending_ids.append(token_id)
-        text = self._decoder.step(self._tokenizer, token_id)
-        if text is None:
+        self._token_ids.append(token_id)
+        text = self._untold()
+        if not text or text.endswith(REPLACEMENT):
             return ""
-        self._pending_ids.clear()
+        self._tell()
         return self._release(text)
 
     def flush(self) -> str:
         """What was held back, at the end: an incomplete character becomes U+FFFD, as Transformers' decode gives it."""
         if self.stopped:
             return ""
-        rest = self._tokenizer.decode(self._pending_ids, skip_special_tokens=True) if self._pending_ids else ""
-        self._pending_ids.clear()
+        rest = self._untold()
+        self._tell()
         text = self._release(rest)
         held_back, self._held_back = self._held_back, ""
         return text if self.stopped else text + held_back
+
+    def _untold(self) -> str:
+        text = self._decode(self._token_ids)
+        # The second where the prompt ended within a character, which the answer has completed.
+        for told in (self._told, self._told.rstrip(REPLACEMENT)):
+            if text.startswith(told):
+                return text[len(told) :]
+        # A byte-fallback decoder takes a run of bytes for one piece of text, so a bad byte spoils those before it.
+        return self._decode(self._token_ids[self._num_told :])
+
+    def _tell(self) -> None:
+        self._token_ids = self._token_ids[self._num_told :]
+        self._num_told = len(self._token_ids)
+        self._told = self._decode(self._token_ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
     def _release(self, text: str) -> str:
         self._held_back += text
