@@ -16,12 +16,16 @@ __all__ = ["Sampler", "sample"]
 
 _NO_IDS = torch.LongTensor(1, 0)
 
+GREEDY_BELOW = 1e-6
+"""Colder than this is greedy: nothing but the likeliest token has a chance, and dividing float32 logits by less than
+some 1e-38 gives infinities, which no token can be drawn from."""
+
 
 class Sampler:
     """One sequence's way of choosing a token; keeps the state of its random generator."""
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
-        self.is_greedy = params.temperature == 0.0
+        self.is_greedy = params.temperature < GREEDY_BELOW
         self._warpers = LogitsProcessorList()
         self._generator: torch.Generator | None = None
         if self.is_greedy:
@@ -29,7 +33,7 @@ class Sampler:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         self._generator = torch.Generator(device).manual_seed(seed)
         if params.temperature != 1.0:
-            self._warpers.append(TemperatureLogitsWarper(params.temperature))
+            self._warpers.append(TemperatureLogitsWarper(float(params.temperature)))
         if params.top_k is not None:
             self._warpers.append(TopKLogitsWarper(params.top_k))
         if params.top_p < 1.0:

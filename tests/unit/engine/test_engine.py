@@ -224,6 +224,20 @@ def test_top_k_of_one_and_a_tiny_top_p_are_greedy(make_engine: MakeEngine) -> No
     assert hot.token_ids != greedy.token_ids
 
 
+@pytest.mark.parametrize("temperature", [1e-7, 1e-38, 5e-324])
+def test_a_temperature_next_to_nothing_is_greedy_and_fails_no_step(make_engine: MakeEngine, temperature: float) -> None:
+    engine = make_engine()
+    [greedy] = engine.generate([[5] * 20], GREEDY)
+    params = SamplingParams(max_tokens=8, temperature=temperature, top_p=0.9, ignore_eos=True)
+    assert engine.generate([[5] * 20], params)[0].token_ids == greedy.token_ids
+    assert engine.stats.num_failed_steps == 0
+
+
+def test_a_temperature_may_be_a_whole_number(make_engine: MakeEngine) -> None:
+    [answer] = make_engine().generate([[5] * 20], SamplingParams(max_tokens=8, temperature=2, ignore_eos=True))
+    assert len(answer.token_ids) == 8
+
+
 def test_saved_prefixes_survive_a_flood_until_released_and_are_bounded(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=16, pinned_share_max=0.25)
     saved = engine.save_prefix([5] * 64)
