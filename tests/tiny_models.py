@@ -16,6 +16,7 @@ from transformers import (
 
 VOCAB_SIZE = 320
 CONTEXT = 256
+LONG_CONTEXT = 16_384
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
@@ -44,12 +45,12 @@ def _gpt2() -> GPT2LMHeadModel:
     )
 
 
-def _llama() -> LlamaForCausalLM:
+def _llama(context: int = CONTEXT) -> LlamaForCausalLM:
     """Rotary positions and grouped KV heads."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB_SIZE,
-            max_position_embeddings=CONTEXT,
+            max_position_embeddings=context,
             hidden_size=48,
             intermediate_size=96,
             num_hidden_layers=3,
@@ -77,7 +78,12 @@ def _qwen3() -> Qwen3ForCausalLM:
     )
 
 
-FAMILIES = {"gpt2": _gpt2, "llama": _llama, "qwen3": _qwen3}
+def _llama_long() -> LlamaForCausalLM:
+    """A context so long that no answer ends by itself while a test looks at it."""
+    return _llama(LONG_CONTEXT)
+
+
+FAMILIES = {"gpt2": _gpt2, "llama": _llama, "llama-long": _llama_long, "qwen3": _qwen3}
 
 
 def save(family: str, folder: Path) -> None:

@@ -15,7 +15,7 @@ from tests.http_cluster import MODEL, START_TIMEOUT_S, STOP_TIMEOUT_S, Cluster, 
 
 @pytest.fixture(scope="session")
 def cluster(model_folder: Callable[[str], Path]) -> Iterator[Cluster]:
-    folder, port = model_folder("llama"), free_port()
+    folder, port = model_folder("llama-long"), free_port()
     lines: list[str] = []
     process = subprocess.Popen(
         [
@@ -32,7 +32,13 @@ def cluster(model_folder: Callable[[str], Path]) -> Iterator[Cluster]:
             "--replicas",
             "2",
         ],
-        env={**os.environ, "WARMROUTE_ENGINE__NUM_THREADS": "1", "WARMROUTE_ENGINE__KV_MEMORY_BYTES": str(32 << 20)},
+        env={
+            **os.environ,
+            "WARMROUTE_ENGINE__NUM_THREADS": "1",
+            "WARMROUTE_ENGINE__KV_MEMORY_BYTES": str(256 << 20),
+            "WARMROUTE_ENGINE__MAX_NUM_SEQS": "8",
+            "WARMROUTE_ENGINE__MAX_NUM_WAITING": "8",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

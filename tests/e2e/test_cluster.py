@@ -1,6 +1,7 @@
 """The whole path over HTTP: the official client, prefix-aware routing, exact reuse, errors, and leaving early."""
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
@@ -13,9 +14,10 @@ import openai
 import pytest
 
 from tests.http_cluster import MODEL, Cluster
+from tests.tiny_models import LONG_CONTEXT
 
 BLOCK_SIZE = 16
-CONTEXT = 256
+NUM_PLACES = 2 * 8
 
 
 def words(count: int, seed: int) -> str:
@@ -79,7 +81,7 @@ def test_the_official_client_completes_and_gets_its_own_errors(client: openai.Op
         client.completions.create(model="another", prompt="x")
     assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as too_long:
-        client.completions.create(model=MODEL, prompt=[5] * (CONTEXT + 1))
+        client.completions.create(model=MODEL, prompt=[5] * (LONG_CONTEXT + 1))
     assert too_long.value.code == "context_length_exceeded"
 
 
@@ -135,7 +137,7 @@ def test_a_cache_salt_shares_with_itself_only(cluster: Cluster) -> None:
         ("/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": "5"}, 400, "invalid_request_error"),
         ("/v1/completions", {"model": MODEL, "prompt": "x", "temperatur": 1}, 400, "invalid_request_error"),
         ("/v1/completions", {"model": MODEL, "prompt": [2**31]}, 400, "invalid_request_error"),
-        ("/v1/completions", {"model": MODEL, "prompt": [5] * 300}, 400, "context_length_exceeded"),
+        ("/v1/completions", {"model": MODEL, "prompt": [5] * (LONG_CONTEXT + 1)}, 400, "context_length_exceeded"),
         ("/v1/completions", {"model": "other", "prompt": "x"}, 404, "model_not_found"),
     ],
 )
@@ -148,29 +150,41 @@ def test_bad_input_gets_its_status_and_an_openai_error(
 
 
 def test_a_huge_max_tokens_is_bounded_by_the_context(cluster: Cluster) -> None:
-    _, usage = cluster.complete([5] * (CONTEXT - 3), max_tokens=2**40)
+    _, usage = cluster.complete([5] * (LONG_CONTEXT - 3), max_tokens=2**40)
     assert usage["completion_tokens"] == 4
 
 
 def test_clients_that_leave_free_their_places(cluster: Cluster) -> None:
-    # As many as may run on both replicas, each with an answer as long as the context; all hang up at once.
-    body = json.dumps(
-        {"model": MODEL, "prompt": [9] * 20, "max_tokens": 230, "stream": True, "ignore_eos": True, "temperature": 0}
-    ).encode()
+    """Streams far longer than this test are opened until a replica is full; once they hang up, it takes requests."""
     host, port = cluster.url.removeprefix("http://").split(":")
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    connections = []
-    for _ in range(40):
+    endless = {"model": MODEL, "max_tokens": LONG_CONTEXT, "stream": True, "ignore_eos": True, "temperature": 0}
+    connections: list[socket.socket] = []
+    refused: list[int] | None = None
+    for index in range(64):
+        body = json.dumps({**endless, "prompt": [index + 10] * 20}).encode()
         connection = socket.create_connection((host, int(port)), timeout=60)
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         connections.append(connection)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        # A stream that waits for its turn has no status yet; whoever is refused has one at once.
+        connection.settimeout(2.0 if index < NUM_PLACES else 60.0)
+        with contextlib.suppress(TimeoutError):
+            status = connection.recv(16)
+            if status.startswith(b"HTTP/1.1 503"):
+                refused = [index + 10] * 20
+                break
+            assert status.startswith(b"HTTP/1.1 200")
+    assert refused is not None, "the replicas have fewer places than streams were opened"
+    assert cluster.post("/v1/completions", {**endless, "prompt": refused, "stream": False})[0] == 503
     for connection in connections:
-        assert connection.recv(16).startswith(b"HTTP/1.1 200")
         connection.close()
-    started_s = time.monotonic()
-    _, usage = cluster.complete([11] * 20, max_tokens=1)
-    assert usage["completion_tokens"] == 1
-    assert time.monotonic() - started_s < 60, "the engines still work for clients that are gone"
+    deadline_s = time.monotonic() + 20
+    while (
+        status_code := cluster.post("/v1/completions", {"model": MODEL, "prompt": refused, "max_tokens": 1})[0]
+    ) != 200:
+        assert status_code == 503
+        assert time.monotonic() < deadline_s, "the engines still work for clients that are gone"
+        time.sleep(0.1)  # Over HTTP there is no event for a place that becomes free.
 
 
 def test_many_streams_at_once_all_end_right(cluster: Cluster) -> None:

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2MoeConfig,
+)
 
 from replicas.errors import MemoryBudgetError, ModelError, ModelNotFoundError, UnsupportedModelError
 from replicas.forward.model import LoadedModel, check_servable, discover_layout, load
@@ -62,6 +70,34 @@ def test_an_attention_feature_that_the_packed_path_does_not_honour_is_refused_by
         check_servable(settings_of(tmp_path), ENGINE)
     MistralForCausalLM(MistralConfig(**config, sliding_window=None)).save_pretrained(tmp_path)
     check_servable(settings_of(tmp_path), ENGINE)
+
+
+def test_a_window_that_only_a_mask_would_tell_of_is_refused(tmp_path: Path) -> None:
+    config = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "num_experts": 2}
+    config |= {"num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    windowed = Qwen2MoeConfig(**config, sliding_window=8, layer_types=["full_attention", "sliding_attention"])
+    windowed.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="do not see the whole prompt: sliding_attention"):
+        check_servable(settings_of(tmp_path), ENGINE)
+    Qwen2MoeConfig(**config).save_pretrained(tmp_path)
+    check_servable(settings_of(tmp_path), ENGINE)
+
+
+def test_positions_that_change_with_the_length_are_refused_beyond_the_original_context(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "max_position_embeddings": 128}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    shutil.copytree(model_folder("llama"), tmp_path, dirs_exist_ok=True)
+    LlamaForCausalLM(LlamaConfig(**config, rope_parameters=rope)).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"set engine\.max_model_len to 32 or less"):
+        check_servable(settings_of(tmp_path), ENGINE)
+    with pytest.raises(UnsupportedModelError, match="longrope"):
+        load(settings_of(tmp_path), ENGINE)
+    check_servable(settings_of(tmp_path), EngineSettings(kv_memory_bytes=1 << 20, max_model_len=32))
 
 
 def test_a_model_larger_than_memory_is_refused_before_its_weights_load(
