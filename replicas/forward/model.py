@@ -51,6 +51,10 @@ POOL_TOKENS_MIN = 256
 # Layers that keep a state which can't be split into blocks; a prefix of it can't be shared.
 _STATEFUL_LAYER_TYPES = ("linear_attention", "mamba", "recurrent", "conv")
 
+# Layers that do not see all of the past. Most models ask for it by keyword, which is found as such; others, Qwen2-MoE
+# and Llama 4 among them, only by a mask, and none is built here.
+_WINDOWED_LAYER_TYPES = ("sliding_attention", "chunked_attention")
+
 # What models pass along that changes nothing here: positions were applied before, and nothing is cached by them.
 _HARMLESS_KEYWORDS = frozenset({"position_ids", "cache_position", "use_cache", "position_embeddings"})
 
@@ -110,11 +114,15 @@ def check_servable(
     with torch.device("meta"):
         module = _from_config(config, dtype)
     _check_supported(module)
+    _check_positions(config, _max_model_len(config, engine), source.name)
     try:
         layout = discover_layout(module)
-    except NotImplementedError:
-        # Some forward passes look at values, which a model without weights has none of; the load itself will tell.
+    except RuntimeError:
+        # Some forward passes look at values, which a model without weights has none of (NotImplementedError), and some
+        # kernels, those of experts among them, ask more of such a model than of a real one. The load itself will tell.
+        _check_windows(module)
         return source
+    _check_windows(module)
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     kv_bytes = _kv_memory_bytes(engine, device, weight_bytes)
     _num_useful_blocks(kv_bytes, engine, layout, _max_model_len(config, engine), source.name)
@@ -148,9 +156,12 @@ def load(settings: ModelSettings, engine: EngineSettings) -> LoadedModel:
         raise UnsupportedModelError(f"{source.name} can't be loaded: {_one_line(error)}") from error
     module = module.to(device).eval()
     _check_supported(module)
+    max_model_len = _max_model_len(config, engine)
+    _check_positions(config, max_model_len, source.name)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UnsupportedModelError(f"{source.name} has no fast tokenizer (tokenizer.json), which streaming text needs")
     layout = discover_layout(module)
+    _check_windows(module)
     speed_up_few_rows(module)
     return LoadedModel(
         source=source,
@@ -159,7 +170,7 @@ def load(settings: ModelSettings, engine: EngineSettings) -> LoadedModel:
         identity=identity_of(source, module, tokenizer, layout, engine.block_size),
         layout=layout,
         device=device,
-        max_model_len=_max_model_len(config, engine),
+        max_model_len=max_model_len,
         vocab_size=module.get_input_embeddings().num_embeddings,
         eos_token_ids=_eos_token_ids(module, tokenizer),
     )
@@ -268,6 +279,32 @@ def _check_supported(module: PreTrainedModel) -> None:
     stateful = sorted({kind for kind in layer_types if kind.startswith(_STATEFUL_LAYER_TYPES)})
     if stateful:
         raise UnsupportedModelError(f"{name} has layers whose state can't be split into blocks: {', '.join(stateful)}")
+
+
+def _check_windows(module: PreTrainedModel) -> None:
+    """Refuse layers that would attend to less than everything by a mask, which the packed path has none of."""
+    layer_types = getattr(module.config.get_text_config(), "layer_types", None) or ()
+    windowed = sorted({kind for kind in layer_types if kind in _WINDOWED_LAYER_TYPES})
+    if windowed:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has layers that do not see the whole prompt: {', '.join(windowed)}"
+        )
+
+
+def _check_positions(config: PreTrainedConfig, max_model_len: int, name: str) -> None:
+    """Refuse positions that mean something else once a sequence is long: what was cached before would be wrong then.
+
+    LongRoPE turns every position by other angles as soon as one in the batch lies past the original context.
+    """
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    # One set of parameters, or one for each type of layer.
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        original = parameters.get("original_max_position_embeddings")
+        if parameters.get("rope_type") == "longrope" and original is not None and max_model_len > original:
+            raise UnsupportedModelError(
+                f"{name} changes the positions of what is cached once a sequence is longer than {original} tokens "
+                f"(longrope): set engine.max_model_len to {original} or less"
+            )
 
 
 def _load_config(source: ModelSource) -> PreTrainedConfig:
