@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from cache_index.blocks import BlockChain
+from cache_index.blocks import BlockChain, BlockHash
 from cache_index.events import Event
 from cache_index.messages import FinishReason, GenerationChunk, Refusal, RefusalCode
 
@@ -34,10 +34,14 @@ FAILED_STEPS_MAX = 3
 
 @dataclass(frozen=True, slots=True)
 class SavedPrefix:
-    """A prefix that stays cached until it is released: its full blocks, in order. `num_tokens` counts those in them."""
+    """A prefix that stays cached until it is released: its full blocks, in order. `num_tokens` counts those in them.
+
+    last_hash: the hash of the last block, which tells this prefix from one that later lies in the same blocks.
+    """
 
     block_ids: tuple[int, ...]
     num_tokens: int
+    last_hash: BlockHash | None
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +116,13 @@ class EngineCore:
             self._remove(job)
             self._tell(job, self._refusal(RefusalCode.INTERNAL, message))
 
+    def abandon(self, message: str) -> None:
+        """Tell every request that it is refused, and touch nothing else: for a fault after which no state is sound."""
+        jobs, self._jobs = list(self._jobs.values()), {}
+        for job in jobs:
+            self._on_removed()
+            self._tell(job, self._refusal(RefusalCode.INTERNAL, message))
+
     def step(self) -> None:
         """Run one step. A fault in it refuses every request and clears the cache, and is not raised."""
         try:
@@ -141,7 +152,8 @@ class EngineCore:
                 f"{self._pinned_blocks_max} of the pool's {self.pool.num_blocks} blocks",
             )
         self.pool.attach(match.block_ids)
-        saved = SavedPrefix(match.block_ids, match.num_blocks * self.pool.block_size)
+        last_hash = chain.block_hashes[-1] if chain.block_hashes else None
+        saved = SavedPrefix(match.block_ids, match.num_blocks * self.pool.block_size, last_hash)
         if saved in self._pinned:
             self.pool.release(match.block_ids)  # One reference holds it, however often it is saved.
         self._pinned.add(saved)
@@ -191,9 +203,16 @@ class EngineCore:
         sequence.chain.append(token_id)
         is_eos = token_id in self._eos_token_ids and not sequence.sampling.ignore_eos
         is_full = sequence.num_output_tokens >= sequence.max_output_tokens
-        text = "" if is_eos else job.text.push(token_id)
-        if is_eos or is_full:
-            text += job.text.flush()
+        try:
+            text = "" if is_eos else job.text.push(token_id)
+            if is_eos or is_full:
+                text += job.text.flush()
+        except Exception:
+            # A decoder's fault on one answer's tokens: what the step computed for the others stands.
+            logger.exception("request %s: its text can't be decoded, so it is refused", sequence.request_id)
+            self._remove(job)
+            self._tell(job, self._refusal(RefusalCode.INTERNAL, "the answer's tokens can't be turned into text"))
+            return
         finish_reason = None
         if is_eos or job.text.stopped:
             finish_reason = FinishReason.STOP

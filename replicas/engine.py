@@ -9,8 +9,11 @@ Callers on any thread put commands into an inbox; only the engine's thread touch
 and model). Between two steps it takes what the inbox holds.
 """
 
+import contextlib
+import logging
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -37,6 +40,8 @@ from .stats import EngineStats
 from .text_stream import CONTEXT_TOKENS, TextStream
 
 __all__ = ["Engine"]
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Prompt = str | Sequence[int] | PromptBlocks
@@ -91,10 +96,10 @@ class Engine:
         )
         # Guards the inbox and the count that bounds it. Held for a few instructions only, never during a step.
         self._inbox_changed = threading.Condition()
-        self._inbox: list[Callable[[], None]] = []
+        self._inbox: deque[Callable[[], None]] = deque()
         self._num_unfinished = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._loop, name="warmroute-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="warmroute-engine", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -200,7 +205,7 @@ class Engine:
         def run() -> None:
             try:
                 future.set_result(function(self._core))
-            except Exception as error:
+            except BaseException as error:
                 future.set_exception(error)
 
         with self._inbox_changed:
@@ -215,16 +220,29 @@ class Engine:
             self._inbox_changed.notify()
         self._thread.join()
 
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException:
+            # Whoever waits must be told, or it waits for ever. That the thread has ended is `is_healthy`'s to say.
+            logger.exception("the engine's thread failed and ends; every request is refused")
+            with self._inbox_changed:
+                self._closed = True
+            while self._inbox:
+                with contextlib.suppress(Exception):
+                    self._inbox.popleft()()
+            self._core.abandon("the replica's engine has failed")
+
     def _loop(self) -> None:
         closed = False
         while not closed:
             with self._inbox_changed:
                 while not (self._inbox or self._closed or self._core.has_work):
                     self._inbox_changed.wait()
-                commands, self._inbox = self._inbox, []
+                num_commands = len(self._inbox)
                 closed = self._closed
-            for command in commands:
-                command()
+            for _ in range(num_commands):  # What comes in meanwhile is for the next round.
+                self._inbox.popleft()()
             if closed:
                 self._core.refuse_all("the replica is shutting down")
             elif self._core.has_work:

@@ -45,7 +45,7 @@ class EngineSettings(BaseModel):
     """Sequences that run at once."""
     max_num_waiting: int = Field(default=256, ge=0)
     """Sequences that wait at once; one more is refused as overloaded."""
-    pinned_share_max: float = Field(default=0.5, ge=0, le=1)
+    pinned_share_max: float = Field(default=0.5, ge=0, lt=1)
     """Share of the pool that saved prefixes may hold; the rest stays for requests."""
     enable_prefix_caching: bool = True
     """False recomputes every prompt: the control in comparisons."""

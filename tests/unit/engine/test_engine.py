@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from cache_index.messages import (
     FinishReason,
@@ -15,7 +16,7 @@ from cache_index.messages import (
     RefusalCode,
     SamplingParams,
 )
-from replicas.core import FAILED_STEPS_MAX
+from replicas.core import FAILED_STEPS_MAX, EngineCore
 from replicas.engine import Engine
 from replicas.errors import ReplicaError, RequestRefusedError
 from replicas.forward.attention import Span
@@ -258,6 +259,63 @@ def test_saved_prefixes_survive_a_flood_until_released_and_are_bounded(make_engi
     assert gone.cached_tokens == 0
 
 
+def test_releasing_a_prefix_again_does_not_release_another_that_lies_in_its_blocks_now(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=8, pinned_share_max=0.5)
+    first = engine.save_prefix([5] * 16)
+    engine.release_prefix(first)
+    engine.call(lambda core: core.pool.clear())
+    second = engine.save_prefix([6] * 16)
+    assert second.block_ids == first.block_ids, "or this test shows nothing"
+    engine.release_prefix(first)
+    assert engine.call(lambda core: core.pool.size().num_used_blocks) == 1
+    engine.release_prefix(second)
+    assert engine.call(lambda core: core.pool.size().num_used_blocks) == 0
+
+
+def test_text_that_can_not_be_decoded_costs_only_its_own_request(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    stream = engine.stream([5] * 20, ENDLESS)
+    other = engine.stream([6] * 20, GREEDY)
+
+    def fail(core: EngineCore) -> None:
+        def push(token_id: int) -> str:
+            raise ValueError("no such token")
+
+        core._jobs[stream.request_id].text.push = push  # type: ignore[method-assign]
+
+    engine.call(fail)
+    with pytest.raises(RequestRefusedError) as refused:
+        list(stream)
+    assert refused.value.code is RefusalCode.INTERNAL
+    assert sum(len(chunk.token_ids) for chunk in other) == 8
+    assert engine.stats.num_failed_steps == 0
+    assert not engine.call(lambda core: core.has_work)
+
+
+class PanickingRunner(ModelRunner):
+    """Raises what no `except Exception` catches, as extensions written in Rust do where they panic."""
+
+    def run(self, spans: Sequence[Span]) -> torch.Tensor:
+        raise Panic
+
+
+class Panic(BaseException):
+    pass
+
+
+def test_a_thread_that_ends_lets_nobody_wait_for_ever(make_engine: MakeEngine) -> None:
+    engine = make_engine(runner=PanickingRunner)
+    stream = engine.stream([5] * 20, GREEDY)
+    with pytest.raises(RequestRefusedError) as refused:
+        list(stream)
+    assert refused.value.code is RefusalCode.INTERNAL
+    for late in (lambda: engine.generate([[5]], GREEDY), lambda: engine.call(lambda core: None)):
+        with pytest.raises(ReplicaError, match="closed"):
+            late()
+    engine.close()
+    assert not engine.is_healthy
+
+
 def test_counts_say_what_was_reused_and_computed(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.generate([[5] * 40], GREEDY)
@@ -286,3 +344,8 @@ def test_the_cheapest_of_budgets_is_refused_in_one_sentence(loaded: Callable[[st
         Engine(model, EngineSettings(kv_memory_bytes=100))
     with pytest.raises(ReplicaError, match=r"raise engine\.kv_memory_bytes"):
         Engine(model, EngineSettings(kv_memory_bytes=2 * 16 * model.layout.bytes_per_token))
+
+
+def test_saved_prefixes_can_not_be_given_the_whole_pool() -> None:
+    with pytest.raises(ValidationError, match="pinned_share_max"):
+        EngineSettings(pinned_share_max=1.0)
