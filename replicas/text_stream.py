@@ -13,6 +13,10 @@ __all__ = ["TextStream"]
 # Enough for a decoder to know whether the answer's first token begins with a space or continues a word.
 CONTEXT_TOKENS = 6
 
+UNTOLD_TOKENS_MAX = 32
+"""Far more than a character's four bytes. Past it no text is waited for: an answer of nothing but special tokens or bad
+bytes would else be decoded from its start with every token."""
+
 # What decoders write for bytes that are no character, or not yet.
 REPLACEMENT = "\ufffd"
 
@@ -40,7 +44,12 @@ class TextStream:
         assert not self.stopped, "nothing comes after a stop string"
         self._token_ids.append(token_id)
         text = self._untold()
-        if not text or text.endswith(REPLACEMENT):
+        is_full = len(self._token_ids) - self._num_told >= UNTOLD_TOKENS_MAX
+        if text.endswith(REPLACEMENT) and not is_full:
+            return ""
+        if not text:
+            if is_full:
+                del self._token_ids[self._num_told :]
             return ""
         self._tell()
         return self._release(text)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from replicas.text_stream import TextStream
+from replicas.text_stream import UNTOLD_TOKENS_MAX, TextStream
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +144,15 @@ def test_a_character_that_the_prompt_began_is_completed(tokenizer: PreTrainedTok
     token_ids = tokenizer("sea 🌊").input_ids
     decoding = TextStream(tokenizer.backend_tokenizer, token_ids[:-1], ())
     assert decoding.push(token_ids[-1]) == "🌊"
+
+
+def test_an_answer_without_text_is_not_decoded_from_its_start_with_every_token(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    end, bad_byte, before = tokenizer.eos_token_id, tokenizer("🌊").input_ids[0], tokenizer("sea").input_ids
+    for token_id, gained in ((end, ""), (bad_byte, "\ufffd" * 500)):
+        decoding = TextStream(tokenizer.backend_tokenizer, before, ())
+        text = "".join(decoding.push(token_id) for _ in range(500))
+        assert len(decoding._token_ids) <= 2 * UNTOLD_TOKENS_MAX
+        text += "".join(decoding.push(token) for token in tokenizer(" and the sky").input_ids)
+        assert text + decoding.flush() == gained + " and the sky"
