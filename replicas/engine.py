@@ -171,9 +171,19 @@ class Engine:
                 self._send(lambda: self._core.cancel(request_id))
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None) -> list[Completion]:
-        """Answer prompts, all at once, and wait. Raises RequestRefusedError if one of them can't be served."""
-        streams = [self.stream(prompt, sampling) for prompt in prompts]
-        return [gather(stream) for stream in streams]
+        """Answer prompts, all at once, and wait.
+
+        Raises RequestRefusedError if one of them can't be served; then none of the others goes on.
+        """
+        streams: list[ChunkStream] = []
+        try:
+            for prompt in prompts:
+                streams.append(self.stream(prompt, sampling))  # noqa: PERF401 - what was begun before a failure is ended
+            return [gather(stream) for stream in streams]
+        except BaseException:
+            for stream in streams:
+                self.cancel(stream.request_id)
+            raise
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> ChunkStream:
         """Answer one prompt chunk by chunk. Leaving the iteration early cancels the request."""

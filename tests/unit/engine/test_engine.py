@@ -82,6 +82,13 @@ def test_leaving_a_stream_frees_its_blocks(make_engine: MakeEngine) -> None:
     assert not engine.call(lambda core: core.has_work)
 
 
+def test_prompts_that_are_answered_together_end_together_where_one_is_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(RequestRefusedError):
+        engine.generate([[5] * 20, [6] * 20, []], ENDLESS)
+    assert not engine.call(lambda core: core.has_work)
+
+
 def test_a_request_that_is_cancelled_while_it_waits_is_gone(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_seqs=1)
     running = engine.stream([5] * 20, ENDLESS)

@@ -1,4 +1,4 @@
-"""Scheduler and block pool under random arrivals, cancellations and pins, without tensors.
+"""Scheduler and block pool under random arrivals, cancellations and clears, without tensors.
 
 A fake forward pass writes, for every token, what it depends on: its own id, its position and its predecessors. So a
 wrong block, position or copy shows as a wrong value, and every invariant is checked after every step.
@@ -63,7 +63,7 @@ class Memory:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Arrivals with shared prefixes in two scopes, cancellations, steps and pins over a tiny pool."""
+    """Arrivals with shared prefixes in two scopes, cancellations, steps and clears over a tiny pool."""
 
     @initialize(budget=st.integers(3, 40), max_num_seqs=st.integers(1, 5))
     def start(self, budget: int, max_num_seqs: int) -> None:
