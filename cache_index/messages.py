@@ -24,6 +24,8 @@ __all__ = [
     "SamplingParams",
 ]
 
+STOP_CHARACTERS_MAX = 1_000
+"""Of one stop string: the end of the text is compared with all its beginnings after every token."""
 STOP_STRINGS_MAX = 16
 """More than OpenAI's 4; each one is searched in the text after every token, so there is a bound."""
 
@@ -58,6 +60,8 @@ class SamplingParams:
             raise ValueError(f"seed must fit into 64 bits, got {self.seed}")
         if len(self.stop) > STOP_STRINGS_MAX or not all(self.stop):
             raise ValueError(f"stop must be at most {STOP_STRINGS_MAX} strings, none of them empty")
+        if any(len(stop) > STOP_CHARACTERS_MAX for stop in self.stop):
+            raise ValueError(f"stop must be strings of at most {STOP_CHARACTERS_MAX} characters")
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,7 @@ class EngineCore:
             for saved in list(self._pinned):
                 self.unpin(saved)
             self.pool.clear()
+            self.runner.kv.clear()
             self._update_stats(num_failed_steps=self.stats.num_failed_steps + 1)
 
     def pin(self, chain: BlockChain) -> SavedPrefix:
@@ -183,6 +184,9 @@ class EngineCore:
         for copy in step.copies:
             self.runner.copy_block(copy.source, copy.target)
         logits = self.runner.run([self._span(part) for part in step.scheduled])
+        if bool(logits.isnan().any()):
+            # An overflow, in 16-bit floats say. It is in somebody's blocks already, so the whole step is given up.
+            raise FloatingPointError("the model computed what is not a number")
         self.scheduler.commit(step)
         jobs = [self._jobs[part.sequence.request_id] for part in step.scheduled if part.samples]
         token_ids = sample(logits, [job.sampler for job in jobs]) if jobs else []

@@ -154,7 +154,7 @@ class PackedAttention(AttentionContext, Protocol):
 def padded_table(span: "Span", block_size: int, num_blocks: int, *, skip: int = 0) -> list[int]:
     """Block ids of a span from block `skip` on, padded to `num_blocks`.
 
-    Any block does for padding, block 0 as well as another: what it holds is masked out, and a pool holds no NaN.
+    Padded with its own first block: what that holds is masked out, and should it hold NaN, it is nobody else's.
     """
     used = list(span.block_table[skip : -(-span.end // block_size)])
-    return used + [0] * (num_blocks - len(used))
+    return used + [span.block_table[0]] * (num_blocks - len(used))

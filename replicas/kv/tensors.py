@@ -94,6 +94,11 @@ class KVTensors:
         for pool in (*self.keys, *self.values):
             pool[target].copy_(pool[source])
 
+    def clear(self) -> None:
+        """Zero every slot; after a fault that may have left NaN behind, which no mask keeps out of a product."""
+        for pool in (*self.keys, *self.values):
+            pool.zero_()
+
     def read(self, block_ids: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """A copy of some blocks, keys then values, layer by layer; for tests and audits."""
         index = torch.tensor(block_ids, dtype=torch.int64, device=self.device)

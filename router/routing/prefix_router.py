@@ -114,6 +114,7 @@ class PrefixRouter(RequestRouter):
             now_s = time.monotonic()
             self._uncharge(request_id, now_s)
             self._charge(request_id, replica_id.unique_id, charged[1], now_s)
+            self._promised.promise(replica_id.unique_id, pending_request.args[0].prompt.block_hashes, now_s)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Called by Serve when a request ended, however it did."""

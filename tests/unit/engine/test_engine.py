@@ -356,3 +356,30 @@ def test_the_cheapest_of_budgets_is_refused_in_one_sentence(loaded: Callable[[st
 def test_saved_prefixes_can_not_be_given_the_whole_pool() -> None:
     with pytest.raises(ValidationError, match="pinned_share_max"):
         EngineSettings(pinned_share_max=1.0)
+
+
+class OverflowingRunner(ModelRunner):
+    """The real runner, whose keys and logits overflow while it is told to, as in 16-bit floats."""
+
+    overflowing = False
+
+    def run(self, spans: Sequence[Span]) -> torch.Tensor:
+        logits = super().run(spans)
+        if self.overflowing:
+            for pool in (*self.kv.keys, *self.kv.values):
+                pool.fill_(float("nan"))
+            return torch.full_like(logits, float("nan"))
+        return logits
+
+
+def test_what_is_not_a_number_is_no_answer_and_reaches_no_other_request(make_engine: MakeEngine) -> None:
+    engine = make_engine(runner=OverflowingRunner, num_blocks=8)
+    [before] = engine.generate([[7] * 20], GREEDY)
+    runner: Any = engine.call(lambda core: core.runner)
+    runner.overflowing = True
+    with pytest.raises(RequestRefusedError) as refused:
+        engine.generate([[5] * 40], GREEDY)
+    assert refused.value.code is RefusalCode.INTERNAL
+    runner.overflowing = False
+    [after] = engine.generate([[7] * 20], GREEDY)
+    assert after.token_ids == before.token_ids
