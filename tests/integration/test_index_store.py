@@ -36,6 +36,10 @@ def ray_cluster() -> Iterator[None]:
             log_to_driver=False,
             namespace="tests",
         )
+        # The actor ends with its last handle, and its name may be found for a moment longer: without this one a test
+        # could meet the actor of the test before it, dying.
+        keeper = ActorStore(SETTINGS)
+        keeper._actor = keeper._find_or_make()
         yield
         ray.shutdown()
 
