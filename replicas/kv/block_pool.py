@@ -87,11 +87,6 @@ class BlockPool:
         self.num_evicted_blocks = 0
         self.num_refuted_hits = 0
 
-    @property
-    def num_available_blocks(self) -> int:
-        """Blocks that can be allocated now, evicting where necessary."""
-        return len(self._free) + self._num_idle
-
     def size(self) -> PoolSize:
         """Blocks by state."""
         num_free = len(self._free)
