@@ -53,7 +53,7 @@ format: $(INSTALLED) ## format, and mend what the linter can
 	$(BIN)/ruff format
 
 bench: $(INSTALLED) ## the measurements that README reports
-	@for benchmark in benchmarks/bench_*.py; do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS) || exit 1; done
+	@for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS) || exit 1; done
 
 clean: ## remove the virtual environment and all caches
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

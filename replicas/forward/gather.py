@@ -17,7 +17,7 @@ from .attention import PackedStep, Span, padded_table
 __all__ = ["CASCADE_TOKENS_MIN", "GatherAttention"]
 
 CASCADE_TOKENS_MIN = 64
-"""Shared tokens from which one dense product is worth its extra steps (benchmarks/bench_attention.py)."""
+"""Shared tokens from which one dense product is tried. Below a few blocks its extra steps cost more than they save."""
 
 
 _BlockIds = torch.Tensor | slice

@@ -2,7 +2,7 @@
 
 A decode step multiplies a handful of rows, one per sequence, with every weight matrix. PyTorch's product `x @ Wᵀ`
 handles so few rows badly on CPUs; the same product written as `(W @ xᵀ)ᵀ` takes half the time or less
-(benchmarks/bench_linear.py). The values are the same up to the order of additions.
+(benchmarks/linear.py). The values are the same up to the order of additions.
 """
 
 from types import MethodType
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 __all__ = ["FEW_ROWS_MAX", "FEW_ROWS_MIN", "speed_up_few_rows"]
 
 FEW_ROWS_MIN, FEW_ROWS_MAX = 4, 48
-"""Rows between which the transposed product is faster, read off benchmarks/bench_linear.py."""
+"""Rows between which the transposed product is faster, read off benchmarks/linear.py."""
 
 
 def speed_up_few_rows(module: torch.nn.Module) -> int:

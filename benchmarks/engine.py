@@ -1,6 +1,6 @@
 """The engine against itself and against Transformers, in one run on this machine; prints ratios.
 
-    python benchmarks/bench_engine.py [--model FOLDER] [--repeats 5] [--threads N]
+    python benchmarks/engine.py [--model FOLDER] [--repeats 5] [--threads N]
 
 Prompts are 1,024 shared tokens and 64 of their own, answers 32 tokens, greedy, float32. Three questions:
 

@@ -1,6 +1,6 @@
 """What the way through HTTP, gateway and router adds to the engine's own time to first token.
 
-    python benchmarks/bench_gateway.py [--samples 200]
+    python benchmarks/gateway.py [--samples 200]
 
 A model with next to no work of its own (two layers of random weights, the default model's tokenizer) runs twice: in an
 engine in this process, and in a cluster of one replica that is started for it. The same streamed requests go to both

@@ -1,6 +1,6 @@
 """From how many rows on, and up to how many, `(W @ xᵀ)ᵀ` beats `x @ Wᵀ` on this CPU; why replicas/forward/linear.py is.
 
-    python benchmarks/bench_linear.py [--threads N]
+    python benchmarks/linear.py [--threads N]
 
 Shapes are those of the default model. Several weights take turns, so that they come from memory as in a model.
 """
