@@ -16,6 +16,8 @@ import mmh3
 import numpy as np
 import numpy.typing as npt
 
+from .identity import tenant_of
+
 __all__ = [
     "NO_EXTRAS",
     "BlockChain",
@@ -69,7 +71,8 @@ class PromptBlocks:
 
     token_ids: uint32 [num_tokens]. block_hashes: [num_tokens // block_size]. root: 16 bytes, the chain's root
     (identity and scope). fingerprint: 16 bytes, the identity that the root was made from, so that a replica of another
-    identity can tell. scope: 16 bytes, the partition. extras: block index -> bytes, for the blocks that have any.
+    identity can tell. scope: who shares (`identity.scope_key`); its first 16 bytes are the tenant. extras: block
+    index -> bytes, for the blocks that have any.
     """
 
     token_ids: TokenIds
@@ -118,6 +121,11 @@ class PromptBlocks:
             scope=self.scope,
             extras=self.extras,
         )
+
+    @property
+    def tenant(self) -> bytes:
+        """16 bytes, the key of the tenant whose prompt it is: its partition of the index."""
+        return tenant_of(self.scope)
 
     @property
     def num_tokens(self) -> int:

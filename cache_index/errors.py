@@ -4,13 +4,17 @@ CacheIndexError
 ├── StaleEpochError        a batch of an earlier life of a replica
 ├── SequenceGapError       a batch is missing before this one
 ├── UnknownReplicaError    the store does not know this replica (never registered, lapsed, or the store lost its data)
+├── DriftError             the store holds something else than the replica
 └── StoreUnavailableError  the store can't be reached in time
+    └── StoreRefusedError  nor will it be before somebody changes a setting: a wrong address, password, or server
 """
 
 __all__ = [
     "CacheIndexError",
+    "DriftError",
     "SequenceGapError",
     "StaleEpochError",
+    "StoreRefusedError",
     "StoreUnavailableError",
     "UnknownReplicaError",
 ]
@@ -57,5 +61,25 @@ class UnknownReplicaError(CacheIndexError):
         return type(self), (self.replica_id,)
 
 
+class DriftError(CacheIndexError):
+    """The store's entries for a replica are not what the replica holds; it has to publish its whole inventory."""
+
+    def __init__(self, replica_id: str, num_blocks_held: int, num_blocks_stored: int) -> None:
+        super().__init__(
+            f"replica {replica_id} holds {num_blocks_held} blocks and the store has {num_blocks_stored}"
+            + (", others" if num_blocks_held == num_blocks_stored else "")
+        )
+        self.replica_id = replica_id
+        self.num_blocks_held = num_blocks_held
+        self.num_blocks_stored = num_blocks_stored
+
+    def __reduce__(self) -> tuple[type["DriftError"], tuple[str, int, int]]:
+        return type(self), (self.replica_id, self.num_blocks_held, self.num_blocks_stored)
+
+
 class StoreUnavailableError(CacheIndexError):
     """The store did not answer in time; the caller goes on without it and tries again later."""
+
+
+class StoreRefusedError(StoreUnavailableError):
+    """The store can't be used as it is set up, and trying again will not help: a wrong address, password or server."""

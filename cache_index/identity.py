@@ -10,7 +10,7 @@ import hmac
 from dataclasses import dataclass, fields
 from typing import Protocol
 
-__all__ = ["DIGEST_BYTES", "CacheIdentity", "chain_root", "scope_key"]
+__all__ = ["DIGEST_BYTES", "CacheIdentity", "chain_root", "scope_key", "tenant_key", "tenant_of"]
 
 # One size for every digest here and for block hashes: 128 bits is what mmh3 yields, and enough for a keyed digest
 # that only separates tenants, because the tokens are compared before a block is shared.
@@ -55,28 +55,54 @@ class CacheIdentity:
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
 
 
-def scope_key(secret: bytes, tenant: str, cache_salt: str | None = None) -> bytes:
-    """16 bytes that name one tenant's partition, meaningless without the server's secret (HMAC-SHA-256, RFC 2104).
+def tenant_key(secret: bytes, tenant: str) -> bytes:
+    """16 bytes that name a tenant's partition, meaningless without the server's secret (HMAC-SHA-256, RFC 2104).
 
-    secret: the server's secret, not empty. cache_salt: splits a tenant further, it can never join two tenants;
-    None and "" are different partitions.
-    Raises ValueError for an empty secret, under which anybody could compute the key.
+    secret: the server's secret. Raises ValueError for an empty one, under which anybody could compute the key.
     """
     if not secret:
         raise ValueError("the scope secret must not be empty")
-    keyed = hmac.new(secret, b"warmroute.scope", hashlib.sha256)
-    _update_tagged(keyed, tenant.encode("utf-8", "surrogatepass"))
-    if cache_salt is not None:
-        _update_tagged(keyed, cache_salt.encode("utf-8", "surrogatepass"))
-    return keyed.digest()[:DIGEST_BYTES]
+    return _keyed(secret, b"warmroute.tenant", _encoded(tenant))
+
+
+def scope_key(secret: bytes, tenant: str, cache_salt: str | None = None) -> bytes:
+    """Bytes that name who shares with whom: the tenant's key and, where a salt splits the tenant, 16 bytes of the salt.
+
+    A salt can never join two tenants; None and "" are different scopes. Raises ValueError as `tenant_key` does.
+    """
+    key = tenant_key(secret, tenant)
+    if cache_salt is None:
+        return key
+    # The tenant goes in too, so that equal salts of two tenants have nothing in common.
+    return key + _keyed(secret, b"warmroute.salt", key, _encoded(cache_salt))
+
+
+def tenant_of(scope: bytes) -> bytes:
+    """The key of the tenant whose scope this is: 16 bytes."""
+    return scope[:DIGEST_BYTES]
 
 
 def chain_root(fingerprint: bytes, scope: bytes) -> bytes:
-    """16 bytes: the parent of the first block of every chain of this identity in this scope."""
+    """16 bytes: the parent of the first block of every chain of this identity in this scope.
+
+    scope: of any length, for it goes in with its length.
+    """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"warmroute.root")
     _update_tagged(digest, fingerprint)
     _update_tagged(digest, scope)
     return digest.digest()
+
+
+def _keyed(secret: bytes, purpose: bytes, *parts: bytes) -> bytes:
+    keyed = hmac.new(secret, purpose, hashlib.sha256)
+    for part in parts:
+        _update_tagged(keyed, part)
+    return keyed.digest()[:DIGEST_BYTES]
+
+
+def _encoded(text: str) -> bytes:
+    # What JSON can carry and UTF-8 can't, a lone surrogate, is a name like any other.
+    return text.encode("utf-8", "surrogatepass")
 
 
 class _Digest(Protocol):

@@ -1,62 +1,92 @@
-"""The index in memory: which replica holds which blocks, and how far a chain matches on each.
+"""The index in memory: which replica holds which blocks of which tenant, and how far a chain matches on each.
 
-Every block hash maps to one integer whose bits are the replicas that hold it, so that one dictionary lookup and one AND
-per block answer for all replicas at once. It knows nothing of tokens: a match here is a prediction, which the replica's
-block pool proves or refutes.
+Knows replicas, their epochs and the order of what they say; who holds what is kept in `BlockHolders`. It knows nothing
+of tokens: a match here is a prediction, which the replica's block pool proves or refutes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 
 from .blocks import BlockHash
 from .errors import SequenceGapError, StaleEpochError, UnknownReplicaError
-from .events import BlocksCleared, BlocksRemoved, BlocksStored, EventBatch, Inventory, Registration
+from .events import BlocksCleared, BlocksRemoved, BlocksStored, Digest, EventBatch, Inventory, Registration
+from .holders import BlockHolders
+from .partition import PartitionSize
 
 __all__ = ["MemoryIndex"]
 
-# Retired slots are cleaned this many blocks at a time, so that no single small call holds an event loop for long.
-CLEANED_BLOCKS_PER_CALL = 2_000
+# Blocks of an inventory that are stored before others get a turn, about two milliseconds of them.
+BLOCKS_PER_STEP = 2_000
 
 
 @dataclass(slots=True)
 class _Replica:
     registration: Registration
-    slot: int
+    bit: int
     seq: int = 0
-    blocks: dict[BlockHash, bytes] = field(default_factory=dict)  # hash -> scope
 
 
 class MemoryIndex:
     """Who holds what, for all replicas at once. Not thread-safe: one thread or one event loop owns it.
 
-    A replica occupies a slot, which is a bit number. A replica that leaves or registers a new epoch gives its slot up:
-    the slot's bit leaves `_live_mask`, which voids all its entries in constant time, and its entries are cleaned up a
-    bounded number at a time before the slot is used again. There are never more of them than there once were live ones.
+    A replica that registers a new epoch, clears its cache or publishes an inventory becomes a new holder, so that what
+    it said before is void in constant time. Partitioned by tenant: nothing said of one is found under another.
+
+    blocks_max: blocks kept over all tenants, each counted once; past it those are given up that no match used lately,
+    and the replicas that hold them are known in part. None keeps everything.
     """
 
-    def __init__(self) -> None:
-        self._holders: dict[BlockHash, int] = {}
+    def __init__(self, blocks_max: int | None = None) -> None:
+        self._holders = BlockHolders(blocks_max)
         self._replicas: dict[str, _Replica] = {}
         self._replica_ids: dict[int, str] = {}
+        # Not all holders are live: what an inventory says counts only when all of it was stored.
         self._live_mask = 0
-        self._free_slots: list[int] = []
-        self._retired: list[_Replica] = []
-        self._num_slots = 0
 
     @property
-    def replica_ids(self) -> frozenset[str]:
-        """Replicas that are registered here."""
-        return frozenset(self._replicas)
+    def registrations(self) -> Mapping[str, Registration]:
+        """The registered replicas' current epochs, by replica."""
+        return {replica_id: replica.registration for replica_id, replica in self._replicas.items()}
 
     @property
     def num_blocks(self) -> int:
         """Blocks over all registered replicas; a block on two replicas counts twice."""
-        return sum(len(replica.blocks) for replica in self._replicas.values())
+        return sum(self._holders.digest(replica.bit).num_blocks for replica in self._replicas.values())
+
+    @property
+    def num_evicted_blocks(self) -> int:
+        """Blocks given up for the bound since the start, each counted once."""
+        return self._holders.num_evicted
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every registered replica is known in full, so that an absent block means that nobody holds it."""
+        return not self._holders.is_partial(self._live_mask)
 
     def registration(self, replica_id: str) -> Registration | None:
         """What the replica announced of its current epoch, or None if it is not registered."""
         replica = self._replicas.get(replica_id)
         return replica.registration if replica else None
+
+    def seq(self, replica_id: str) -> int:
+        """The last batch that was applied. Raises UnknownReplicaError."""
+        return self._known(replica_id).seq
+
+    def digest(self, replica_id: str) -> Digest:
+        """What the replica holds, over all tenants, as far as it is known. O(1). Raises UnknownReplicaError."""
+        return self._holders.digest(self._known(replica_id).bit)
+
+    def is_known_in_full(self, replica_id: str) -> bool:
+        """Whether none of the replica's blocks was given up for the bound. Raises UnknownReplicaError."""
+        return not self._holders.is_partial(self._known(replica_id).bit)
+
+    def tenant_sizes(self) -> Mapping[bytes, PartitionSize]:
+        """How large the partitions are of the tenants of which any replica holds anything. O(blocks)."""
+        return self._holders.sizes()
+
+    def num_tenant_blocks(self, tenant: bytes) -> int:
+        """Blocks of a tenant that any replica holds, each counted once. O(blocks of the tenant)."""
+        return self._holders.num_blocks(tenant)
 
     def register(self, registration: Registration) -> None:
         """Begin an epoch; whatever the replica said in an earlier one is void at once.
@@ -69,19 +99,15 @@ class MemoryIndex:
                 raise StaleEpochError(registration.replica_id, registration.epoch, current.registration.epoch)
             if registration.epoch == current.registration.epoch:
                 return
-            self._retire(current)
-        self._clean_up()
-        slot = self._free_slots.pop() if self._free_slots else self._new_slot()
-        self._replicas[registration.replica_id] = _Replica(registration, slot)
-        self._replica_ids[slot] = registration.replica_id
-        self._live_mask |= 1 << slot
+        self._put(_Replica(registration, self._holders.admit()))
+        self._holders.clean_up()
 
     def drop(self, replica_id: str) -> None:
         """Forget a replica; nothing of it matches from now on. Unknown replicas are ignored."""
-        replica = self._replicas.get(replica_id)
+        replica = self._replicas.pop(replica_id, None)
         if replica is not None:
             self._retire(replica)
-            self._clean_up()
+            self._holders.clean_up()
 
     def check_epoch(self, replica_id: str, epoch: int) -> None:
         """Raises UnknownReplicaError or StaleEpochError unless this is the replica's current epoch."""
@@ -98,134 +124,130 @@ class MemoryIndex:
             return
         if batch.seq != replica.seq + 1:
             raise SequenceGapError(batch.replica_id, replica.seq + 1, batch.seq)
-        replica.seq = batch.seq
-        num_stored = 0
         for event in batch.events:
             match event:
-                case BlocksStored(scope, block_hashes):
-                    self._store(replica, scope, block_hashes)
-                    num_stored += len(block_hashes)
-                case BlocksRemoved(_, block_hashes):
-                    self._remove(replica, block_hashes)
+                case BlocksStored(tenant, block_hashes):
+                    self._holders.store(tenant, block_hashes, replica.bit)
+                case BlocksRemoved(tenant, block_hashes):
+                    self._holders.remove(tenant, block_hashes, replica.bit)
                 case BlocksCleared():
-                    self._remove(replica, list(replica.blocks))
-        self._clean_up(num_stored)
+                    replica = self._cleared(replica)
+        replica.seq = batch.seq
+        self._holders.clean_up()
 
     def replace(self, inventory: Inventory) -> None:
         """Make the replica's entries equal to its inventory; registers it where necessary.
 
         An inventory older than what was applied already is ignored. Raises StaleEpochError for one of an older epoch.
         """
+        for _ in self.replace_steps(inventory):
+            pass
+
+    def replace_steps(self, inventory: Inventory) -> Generator[None, None, None]:
+        """`replace` in steps of `BLOCKS_PER_STEP`, between which the index may be used and changed.
+
+        Of what the inventory says nothing counts before the last step, and what the replica said before counts until
+        then, unless it was in an earlier epoch.
+        """
         self.register(inventory.registration)
-        replica = self._current(inventory.replica_id, inventory.epoch)
-        if inventory.seq < replica.seq:
+        if inventory.seq < self._known(inventory.replica_id).seq:
             return
-        held = {block_hash: stored.scope for stored in inventory.blocks for block_hash in stored.block_hashes}
-        self._remove(replica, [block_hash for block_hash in replica.blocks if block_hash not in held])
-        for block_hash, scope in held.items():
-            self._store(replica, scope, (block_hash,))
-        replica.seq = inventory.seq
-        self._clean_up(len(held))
+        replica = _Replica(inventory.registration, self._holders.admit(), inventory.seq)
+        is_done, num_in_step = False, 0
+        try:
+            for stored in inventory.blocks:
+                for first in range(0, len(stored.block_hashes), BLOCKS_PER_STEP):
+                    some = stored.block_hashes[first : first + BLOCKS_PER_STEP]
+                    self._holders.store(stored.tenant, some, replica.bit)
+                    num_in_step += len(some)
+                    if num_in_step >= BLOCKS_PER_STEP:
+                        num_in_step = 0
+                        self._holders.clean_up()
+                        yield
+            current = self._replicas.get(inventory.replica_id)
+            # Between the steps it may have left, begun another epoch, or said something newer.
+            if current is not None and current.registration.epoch == inventory.epoch and current.seq <= inventory.seq:
+                self._put(replica)
+                is_done = True
+        finally:
+            if not is_done:
+                self._holders.retire(replica.bit)
+            self._holders.clean_up()
+
+    def learn(self, tenant: bytes, block_hashes: Sequence[BlockHash], matched: Mapping[str, int]) -> None:
+        """Take in what a store answered about a chain: `matched` leading blocks on each replica.
+
+        Only of replicas known in part: of the others everything is known, and what is newer arrives as a batch.
+        """
+        for replica_id, num_matched in matched.items():
+            replica = self._replicas.get(replica_id)
+            if replica is not None and self._holders.is_partial(replica.bit):
+                self._holders.store(tenant, block_hashes[:num_matched], replica.bit)
+        self._holders.clean_up()
+
+    def purge(self, tenant: bytes) -> None:
+        """Drop a tenant's partition. O(replicas): the memory is given back by later calls."""
+        self._holders.purge(tenant)
+        self._holders.clean_up()
 
     def inventories(self) -> tuple[Inventory, ...]:
-        """What every registered replica holds, blocks in the order in which they were stored."""
+        """What every registered replica holds. O(blocks and copies)."""
+        blocks: dict[int, list[BlocksStored]] = {replica.bit: [] for replica in self._replicas.values()}
+        for tenant in self._holders.tenants:
+            for bit, block_hashes in self._holders.blocks(tenant).items():
+                if bit in blocks:
+                    blocks[bit].append(BlocksStored(tenant, tuple(block_hashes)))
         return tuple(
-            Inventory(replica.registration, replica.seq, tuple(_group_by_scope(replica.blocks)))
+            Inventory(replica.registration, replica.seq, tuple(blocks[replica.bit]))
             for replica in self._replicas.values()
         )
 
-    def match(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int]:
-        """Number of leading blocks of a chain that each replica holds; replicas that hold none are left out.
+    def match(self, tenant: bytes, block_hashes: Sequence[BlockHash]) -> Mapping[str, int]:
+        """Number of leading blocks of a tenant's chain that each replica holds; replicas that hold none are left out.
 
-        O(len(block_hashes)), whatever the number of replicas. A replica counts up to its first missing block.
+        O(blocks + replicas). A replica counts up to its first missing block.
         """
-        matched: dict[str, int] = {}
-        candidates = self._live_mask
-        holders = self._holders
-        for num_matched, block_hash in enumerate(block_hashes):
-            still = candidates & holders.get(block_hash, 0)
-            if still != candidates:
-                if num_matched:
-                    self._note(matched, candidates & ~still, num_matched)
-                if not still:
-                    return matched
-                candidates = still
-        if block_hashes:
-            self._note(matched, candidates, len(block_hashes))
-        return matched
+        return self._holders.match(tenant, block_hashes, self._live_mask, self._replica_ids)
 
     def check_invariants(self) -> None:
-        """Assert that bits, slots and per-replica blocks say the same; for tests."""
-        slots = [replica.slot for replica in (*self._replicas.values(), *self._retired)] + self._free_slots
-        assert sorted(slots) == list(range(self._num_slots)), (
-            "every slot is live, retired or free, and only one of them"
-        )
-        assert self._live_mask == sum(1 << replica.slot for replica in self._replicas.values())
-        assert self._replica_ids == {replica.slot: replica_id for replica_id, replica in self._replicas.items()}
-        expected: dict[BlockHash, int] = {}
-        for replica in (*self._replicas.values(), *self._retired):
-            for block_hash in replica.blocks:
-                expected[block_hash] = expected.get(block_hash, 0) | 1 << replica.slot
-        assert expected == self._holders, "a block's bits are exactly the replicas that hold it"
+        """Assert that replicas and holders say the same; for tests, and between no two steps."""
+        self._holders.check_invariants()
+        assert all(replica_id == replica.registration.replica_id for replica_id, replica in self._replicas.items())
+        assert self._replica_ids == {replica.bit: replica_id for replica_id, replica in self._replicas.items()}
+        assert self._live_mask == sum(self._replica_ids)
+
+    def _known(self, replica_id: str) -> _Replica:
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            raise UnknownReplicaError(replica_id)
+        return replica
 
     def _current(self, replica_id: str, epoch: int) -> _Replica:
-        replica = self._replicas.get(replica_id)
-        if replica is None or replica.registration.epoch < epoch:
+        replica = self._known(replica_id)
+        if replica.registration.epoch < epoch:
             raise UnknownReplicaError(replica_id)
         if replica.registration.epoch > epoch:
             raise StaleEpochError(replica_id, epoch, replica.registration.epoch)
         return replica
 
-    def _note(self, matched: dict[str, int], mask: int, num_matched: int) -> None:
-        while mask:
-            lowest = mask & -mask
-            matched[self._replica_ids[lowest.bit_length() - 1]] = num_matched
-            mask ^= lowest
+    def _cleared(self, replica: _Replica) -> _Replica:
+        """The same replica holding nothing."""
+        if not self._holders.digest(replica.bit).num_blocks and not self._holders.is_partial(replica.bit):
+            return replica
+        return self._put(_Replica(replica.registration, self._holders.admit(), replica.seq))
 
-    def _store(self, replica: _Replica, scope: bytes, block_hashes: Iterable[BlockHash]) -> None:
-        bit = 1 << replica.slot
-        for block_hash in block_hashes:
-            replica.blocks[block_hash] = scope
-            self._holders[block_hash] = self._holders.get(block_hash, 0) | bit
-
-    def _remove(self, replica: _Replica, block_hashes: Iterable[BlockHash]) -> None:
-        keep = ~(1 << replica.slot)
-        for block_hash in block_hashes:
-            if replica.blocks.pop(block_hash, None) is None:
-                continue
-            left = self._holders[block_hash] & keep
-            if left:
-                self._holders[block_hash] = left
-            else:
-                del self._holders[block_hash]
-
-    def _new_slot(self) -> int:
-        self._num_slots += 1
-        return self._num_slots - 1
+    def _put(self, replica: _Replica) -> _Replica:
+        """Let a replica count, in place of what it was before."""
+        replica_id = replica.registration.replica_id
+        before = self._replicas.get(replica_id)
+        if before is not None:
+            self._retire(before)
+        self._replicas[replica_id] = replica
+        self._replica_ids[replica.bit] = replica_id
+        self._live_mask |= replica.bit
+        return replica
 
     def _retire(self, replica: _Replica) -> None:
-        del self._replicas[replica.registration.replica_id]
-        del self._replica_ids[replica.slot]
-        self._live_mask &= ~(1 << replica.slot)
-        self._retired.append(replica)
-
-    def _clean_up(self, num_stored: int = 0) -> None:
-        # Never fewer than were just stored: a replica that comes and goes stores all it holds each time, so what is
-        # retired stays below the most that was ever live.
-        num_left = max(CLEANED_BLOCKS_PER_CALL, num_stored)
-        while self._retired and num_left:
-            replica = self._retired[-1]
-            some = [block_hash for block_hash, _ in zip(replica.blocks, range(num_left), strict=False)]
-            self._remove(replica, some)
-            num_left -= len(some)
-            if not replica.blocks:
-                self._retired.pop()
-                self._free_slots.append(replica.slot)
-
-
-def _group_by_scope(blocks: Mapping[BlockHash, bytes]) -> Iterator[BlocksStored]:
-    by_scope: dict[bytes, list[BlockHash]] = {}
-    for block_hash, scope in blocks.items():
-        by_scope.setdefault(scope, []).append(block_hash)
-    for scope, block_hashes in by_scope.items():
-        yield BlocksStored(scope, tuple(block_hashes))
+        del self._replica_ids[replica.bit]
+        self._live_mask ^= replica.bit
+        self._holders.retire(replica.bit)

@@ -14,6 +14,7 @@ from replicas.replica import ReplicaDeployment
 from router.api.gateway import Gateway
 
 from .errors import SettingsError
+from .index_check import refuse_wrong_index
 from .settings import AppSettings, app_settings
 
 __all__ = ["application", "build"]
@@ -33,7 +34,9 @@ def build(args: AppSettings) -> serve.Application:
 
     Raises SettingsError.
     """
-    return application(app_settings(args))
+    settings = app_settings(args)
+    refuse_wrong_index(settings.index)
+    return application(settings)
 
 
 def application(settings: AppSettings) -> serve.Application:
@@ -48,11 +51,8 @@ def application(settings: AppSettings) -> serve.Application:
         ray_actor_options={"num_cpus": _REPLICA_CPUS, "num_gpus": _gpus_per_replica(settings)},
         request_router_config=RequestRouterConfig(
             request_router_class=PREFIX_ROUTER,  # type: ignore[arg-type]  # mypy takes Union[str, Callable] for a dict.
-            # Serve keeps them as JSON.
-            request_router_kwargs={
-                "settings": settings.routing.model_dump(mode="json"),
-                "index": settings.index.model_dump(mode="json"),
-            },
+            # Serve keeps them as JSON, and shows them: the index's settings, with a password, go to the gateway.
+            request_router_kwargs={"settings": settings.routing.model_dump(mode="json")},
         ),
     )(ReplicaDeployment)
     gateways = serve.deployment(
@@ -63,7 +63,8 @@ def application(settings: AppSettings) -> serve.Application:
     )(Gateway)
     # One secret for all gateways of this application: it makes their scopes the same.
     secret = settings.secret.get_secret_value() if settings.secret else secrets.token_hex(32)
-    return gateways.bind(replicas.bind(settings.model_settings(), engine, settings.index), settings.gateway, secret)
+    copies = replicas.bind(settings.model_settings(), engine, settings.index)
+    return gateways.bind(copies, settings.gateway, settings.index, secret)
 
 
 def _cluster_resources() -> dict[str, float]:

@@ -1,15 +1,20 @@
-"""The command line: `warmroute serve` and `warmroute demo`."""
+"""The command line: `warmroute serve`, `warmroute demo` and `warmroute index`."""
 
 import argparse
+import asyncio
 import contextlib
+import logging
+import re
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from . import demo, processes
+from . import demo, index_commands, processes
 from .errors import DeployError, StartError
+from .index_check import require_index
 from .settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -17,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-# Flags that are settings; the rest (--config) say where settings come from.
+# Flags that are settings, by their key path; the rest (--config) say where settings come from.
 _SETTING_FLAGS = (
     "model",
     "revision",
@@ -29,42 +34,76 @@ _SETTING_FLAGS = (
     "port",
     "http_fast_path",
     "address",
+    "index.redis_url",
 )
+# What a shell reports for a program that Ctrl-C ended.
+_EXIT_CODE_INTERRUPTED = 128 + signal.SIGINT
+# 16 bytes, as `warmroute index tenants` prints them.
+_TENANT_KEY = re.compile(r"[0-9a-fA-F]{32}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code: 0, or 1 after one sentence on standard error; bad usage exits with 2.
+    Ctrl-C ends it without a word.
 
-    `serve` does not return: it ends the process.
+    `index check` has one more, for drift. `serve` and `index` do not return: they end the process, for a call into Ray
+    may still be on a thread.
     """
     arguments = _parser().parse_args(argv)
     exit_code = 0
     try:
-        if arguments.command == "serve":
-            _serve(arguments)
-        else:
-            demo.run(arguments.url, num_questions=arguments.questions, model=arguments.model)
+        match arguments.command:
+            case "serve":
+                _serve(arguments)
+            case "index":
+                exit_code = _index(arguments)
+            case _:
+                demo.run(arguments.url, num_questions=arguments.questions, model=arguments.model)
     except DeployError as error:
         print(f"warmroute: {error}", file=sys.stderr)
         exit_code = 1
-    if arguments.command == "serve":
+    except KeyboardInterrupt:
+        exit_code = _EXIT_CODE_INTERRUPTED
+    if arguments.command in ("serve", "index"):
         processes.leave(exit_code)
     return exit_code
 
 
+def _settings(arguments: argparse.Namespace) -> Settings:
+    given = vars(arguments)
+    flags = {name: value for name in _SETTING_FLAGS if (value := given.get(name)) is not None}
+    return load_settings(flags, arguments.config)
+
+
 def _serve(arguments: argparse.Namespace) -> None:
-    flags = {name: value for name in _SETTING_FLAGS if (value := getattr(arguments, name)) is not None}
-    settings = load_settings(flags, arguments.config)
+    settings = _settings(arguments)
 
     # Here, not above: it brings Ray's process control, which the other commands have no use for.
     from . import runtime
 
-    # Only here: another cluster has ports and models of its own.
+    # Only here: another cluster has ports and models of its own, and its Redis may be reached from there alone.
     model_name = None
     if settings.address is None:
         runtime.check_port(settings.host, settings.port)
+        _say(f"index: {require_index(settings.index)}")
         model_name = _check_model(settings)
     runtime.serve_forever(settings, lambda: _application(settings), _say, model_name=model_name)
+
+
+def _index(arguments: argparse.Namespace) -> int:
+    settings = _settings(arguments)
+    # What the index would tell a service's log, the command says itself.
+    logging.getLogger("cache_index").addHandler(logging.NullHandler())
+    match arguments.index_command:
+        case "stats":
+            command = index_commands.print_stats(settings, _write, as_json=arguments.json)
+        case "tenants":
+            command = index_commands.print_tenants(settings, _write, as_json=arguments.json)
+        case "check":
+            command = index_commands.check_drift(settings, _write, as_json=arguments.json)
+        case _:
+            command = index_commands.purge(settings, _write, arguments.key or arguments.tenant)
+    return asyncio.run(command)
 
 
 def _check_model(settings: Settings) -> str:
@@ -88,16 +127,22 @@ def _application(settings: Settings) -> "Application":
 
 
 def _say(line: str) -> None:
+    _write(f"warmroute: {line}")
+
+
+def _write(line: str) -> None:
     # A reader that went away (a closed pipe) must not keep the cluster from ending.
     with contextlib.suppress(BrokenPipeError, ValueError):
-        print(f"warmroute: {line}", flush=True)
+        print(line, flush=True)
 
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence and leaves the usage to --help."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        # What was not understood may be a URL, and that hold a password.
+        shown = re.sub(r"://\S*@", "://...@", message)
+        self.exit(2, f"{self.prog}: {shown} (see {self.prog} --help)\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_serve(commands)
     _add_demo(commands)
+    _add_index(commands)
     return parser
 
 
@@ -128,7 +174,12 @@ def _add_serve(commands: Any) -> None:
     add("--port", help="port to listen on (default: 8000)")
     add("--http-fast-path", choices=("auto", "on", "off"), help="HAProxy in front of the gateways (default: auto)")
     add("--address", help="deploy into this running Ray cluster instead (also RAY_ADDRESS)")
-    add("--config", type=Path, metavar="FILE", help="settings as YAML")
+    _add_index_place(serve, "keep the index there (default: an actor in the Ray cluster)")
+
+
+def _add_index_place(command: argparse.ArgumentParser, help_redis_url: str) -> None:
+    command.add_argument("--redis-url", dest="index.redis_url", metavar="URL", help=help_redis_url)
+    command.add_argument("--config", type=Path, metavar="FILE", help="settings as YAML")
 
 
 def _add_demo(commands: Any) -> None:
@@ -141,6 +192,48 @@ def _add_demo(commands: Any) -> None:
     command.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
     command.add_argument("--questions", type=_positive, default=5, metavar="N", help="default: %(default)s")
     command.add_argument("--model", help="default: the first that the cluster serves")
+
+
+def _add_index(commands: Any) -> None:
+    index = commands.add_parser(
+        "index",
+        help="look into the index of a running cluster",
+        description="Look into the index of a running cluster: which replica holds which blocks, for which tenants. "
+        "It is on Redis where --redis-url, WARMROUTE_INDEX__REDIS_URL or --config names one, else in the Ray cluster.",
+        allow_abbrev=False,
+    )
+    actions = index.add_subparsers(dest="index_command", required=True, metavar="action")
+
+    def add(name: str, summary: str, more: str = "", *, has_json: bool = True) -> argparse.ArgumentParser:
+        description = f"{summary[0].upper()}{summary[1:]}. {more}"
+        action: argparse.ArgumentParser = actions.add_parser(
+            name, help=summary, description=description, allow_abbrev=False
+        )
+        _add_index_place(action, "the Redis that holds the index")
+        action.add_argument(
+            "--address", help="the Ray cluster that holds it (default: that of `warmroute serve` on this machine)"
+        )
+        if has_json:
+            action.add_argument("--json", action="store_true", help="one JSON object, for machines")
+        return action
+
+    add("stats", "show the registered replicas and what all of it amounts to")
+    add("tenants", "list the tenants, those with most blocks first")
+    purge = add("purge", "drop a tenant's blocks from the index and from every replica", has_json=False)
+    which = purge.add_mutually_exclusive_group(required=True)
+    which.add_argument("tenant", nargs="?", help="its name, of which WARMROUTE_SECRET makes the key")
+    which.add_argument("--key", type=_tenant_key, metavar="HEX", help="its key, as `tenants` prints it")
+    exit_codes = (
+        f"Exit code: 0 no drift, or no replica; {index_commands.EXIT_DRIFT} a replica differs, or said nothing; "
+        "1 the index can't be asked."
+    )
+    add("check", "compare the index with what the replicas say they hold", exit_codes)
+
+
+def _tenant_key(text: str) -> bytes:
+    if not _TENANT_KEY.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a tenant's key, which is 32 hex digits")
+    return bytes.fromhex(text)
 
 
 def _positive(text: str) -> int:

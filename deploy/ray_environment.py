@@ -23,10 +23,12 @@ from typing import Literal
 
 from .errors import StartError
 
-__all__ = ["choose_fast_path", "connect_only_when_asked", "prepare"]
+__all__ = ["choose_fast_path", "connect_only_when_asked", "prepare", "prepare_to_join"]
 
 # Seconds that HAProxy may take to print its version. It is instant; a binary that hangs must not hang the start.
 _HAPROXY_PROBE_TIMEOUT_S = 10.0
+# At "0" this node is 127.0.0.1 (see `prepare`).
+_LOOPBACK_NODE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 HAPROXY_FOLDER_LENGTH_MAX = 97 - len("/metrics.sock") - 56 - len("/")
 
 
@@ -62,6 +64,17 @@ def connect_only_when_asked(environ: MutableMapping[str, str] = os.environ) -> N
     environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 
+def prepare_to_join(address: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set what joining the running cluster at `address` needs. Before Ray is imported."""
+    connect_only_when_asked(environ)
+    if address.startswith(("127.", "localhost:")):
+        # A cluster of `prepare`. Without it Ray takes 127.0.0.1 for another spelling of this machine's own address,
+        # where nobody listens.
+        environ[_LOOPBACK_NODE] = "0"
+        # Ray gives such a cluster a token, and looks for it when it joins a cluster only where this asks for it.
+        environ.setdefault("RAY_AUTH_MODE", "token")
+
+
 def prepare(folder: Path, *, fast_path: bool, environ: MutableMapping[str, str] = os.environ) -> None:
     """Set what a Ray cluster of our own needs.
 
@@ -80,7 +93,7 @@ def prepare(folder: Path, *, fast_path: bool, environ: MutableMapping[str, str] 
         {
             # Named for macOS and Windows, where it is the default; what it does anywhere is that the node is 127.0.0.1
             # and every Ray process listens there alone. ray.init(_node_ip_address="127.0.0.1") does not: it resolves.
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            _LOOPBACK_NODE: "0",
             "RAY_SERVE_ENABLE_HA_PROXY": "1" if fast_path else "0",
             # Without HAProxy nothing would use the ports that each gateway replica opens.
             "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1" if fast_path else "0",

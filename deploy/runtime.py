@@ -5,16 +5,13 @@ where only our application is deployed and deleted.
 """
 
 import contextlib
-import fcntl
 import http.client
 import json
 import logging
-import os
 import shlex
 import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +21,7 @@ from typing import TYPE_CHECKING
 from . import processes, ray_environment
 from .errors import StartError
 from .failures import first_failure, reason
+from .folders import new_folder, write_address
 from .settings import Settings
 from .signals import StopRequested, StopSignal
 
@@ -35,8 +33,6 @@ __all__ = ["APP_NAME", "check_port", "serve_forever"]
 
 APP_NAME = "warmroute"
 
-_FOLDER_PARENT = "/tmp"
-_FOLDER_PREFIX = "warmroute-"
 # A graceful end of our own cluster takes 1 to 2 s; past this its processes are ended one by one.
 _SHUTDOWN_TIMEOUT_S = 3.0
 # In somebody's cluster the replicas finish what they are answering first; a second signal does not wait for it.
@@ -87,7 +83,7 @@ def check_port(host: str, port: int) -> None:
 def _serve_own_cluster(settings: Settings, build: Build, say: Say, stop: StopSignal, model_name: str | None) -> None:
     check_port(settings.host, settings.port)
     fast_path = ray_environment.choose_fast_path(settings.http_fast_path, say)
-    folder = _new_folder()
+    folder = new_folder()
     failed = True
     try:
         ray_environment.prepare(folder, fast_path=fast_path)
@@ -115,7 +111,7 @@ def _serve_own_cluster(settings: Settings, build: Build, say: Say, stop: StopSig
 
 
 def _start_ray(folder: Path) -> str:
-    """Start a Ray cluster whose files are in `folder`. Returns the dashboard's host and port."""
+    """Start a Ray cluster whose files are in `folder`, and say there where it is. Returns the dashboard's address."""
     with _as_start_error("Ray did not start"):
         import ray
 
@@ -127,34 +123,8 @@ def _start_ray(folder: Path) -> str:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+        write_address(folder, ray.get_runtime_context().gcs_address)
         return str(context.dashboard_url)
-
-
-def _new_folder() -> Path:
-    """A new folder for all files of one cluster. Removes those that earlier clusters left.
-
-    A start that fails keeps its folder, for its logs, until the next start.
-    In /tmp, as Ray's own, and not in a long TMPDIR: the paths of Unix sockets made from it have to stay short.
-    """
-    for left in Path(_FOLDER_PARENT).glob(f"{_FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if left.stat().st_uid == os.getuid() and (lock := _lock_folder(left)) is not None:
-                shutil.rmtree(left, ignore_errors=True)
-                os.close(lock)
-    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=_FOLDER_PARENT))
-    _lock_folder(folder)
-    return folder
-
-
-def _lock_folder(folder: Path) -> int | None:
-    """Mark `folder` as in use until this process ends, however it ends. None where another process has done so."""
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
 def _end_own_cluster(*, in_order: bool) -> None:

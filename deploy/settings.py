@@ -11,12 +11,13 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
 
 from cache_index.settings import IndexSettings
 from replicas.settings import EngineSettings, ModelSettings
@@ -42,6 +43,9 @@ class AppSettings(ModelSettings):
 
     Which model it is stands at the top level; each part's own settings are a section.
     """
+
+    # Ray Serve logs the error of `args` that don't fit, and what doesn't fit may be a secret: a URL with a password.
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     num_replicas: int = Field(default=2, ge=1)
     """Copies of the model, each with a KV cache of its own."""
@@ -78,9 +82,11 @@ def load_settings(
 ) -> Settings:
     """The settings of one `warmroute serve`.
 
-    flags: only what was given on the command line. Raises SettingsError, which names the key or variable at fault.
+    flags: only what was given on the command line, by key path: `port`, `index.redis_url`. Raises SettingsError, which
+    names the key or variable at fault.
     """
-    layers = [_from_file(config_file), _from_environment(Settings, environ), dict(flags)]
+    layers = [_from_file(config_file), _from_environment(Settings, environ)]
+    layers += [_nested(path.split("."), value) for path, value in flags.items()]
     merged = _merge(layers)
     if "address" not in merged and environ.get("RAY_ADDRESS"):
         merged["address"] = environ["RAY_ADDRESS"]
@@ -106,8 +112,7 @@ def _from_file(path: Path | None) -> JsonDict:
     except OSError as error:
         raise SettingsError(f"the settings file {path} can't be read: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise SettingsError(f"the settings file {path} is not YAML: {reason}") from error
+        raise SettingsError(f"the settings file {path} is not YAML{_place(error)}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -115,10 +120,15 @@ def _from_file(path: Path | None) -> JsonDict:
     return content
 
 
+def _place(error: Exception) -> str:
+    """Where a file is not YAML. What stands there is left out: it may be a secret, and PyYAML quotes whole lines."""
+    mark = getattr(error, "problem_mark", None)
+    return "" if mark is None else f": see line {mark.line + 1}, column {mark.column + 1}"
+
+
 def _from_environment(model: type[BaseModel], environ: Mapping[str, str]) -> JsonDict:
     """The values of `WARMROUTE_*`, nested as the settings are; a variable that matches no setting is an error."""
-    known = {ENV_PREFIX + ENV_NESTED_DELIMITER.join(path).upper(): path for path, _ in _fields(model)}
-    models = {path for path, is_model in _fields(model) if is_model}
+    known = {ENV_PREFIX + ENV_NESTED_DELIMITER.join(path).upper(): (path, field) for path, field in _fields(model)}
     found: JsonDict = {}
     # Sorted, so that a whole section as JSON (WARMROUTE_ENGINE) comes before, and yields to, one key of it.
     for name in sorted(environ):
@@ -127,21 +137,26 @@ def _from_environment(model: type[BaseModel], environ: Mapping[str, str]) -> Jso
             continue
         if name not in known:
             raise SettingsError(f"unknown environment variable {name}{_did_you_mean(name, known)}", key=name)
-        path = known[name]
-        layer: Any = _parse(name, value, is_model=path in models)
-        for key in reversed(path):
-            layer = {key: layer}
-        found = _merge([found, layer])
+        path, field = known[name]
+        found = _merge([found, _nested(path, _parse(name, value, field))])
     return found
+
+
+def _nested(path: Sequence[str], value: Any) -> JsonDict:
+    """A layer with one value, at this key path."""
+    for key in reversed(path[1:]):
+        value = {key: value}
+    return {path[0]: value}
 
 
 def _is_service_link(name: str, value: str) -> bool:
     return bool(_SERVICE_LINK.search(name)) or (name.endswith("_PORT") and bool(_SERVICE_LINK_URL.match(value)))
 
 
-def _parse(name: str, value: str, *, is_model: bool) -> Any:
+def _parse(name: str, value: str, field: FieldInfo) -> Any:
     """JSON for a section, a list or an object; other text stays text, which pydantic converts to the field's type."""
-    if not is_model and not value.startswith(("[", "{")):
+    # A password may begin with any character.
+    if _section(field) is None and (_is_secret(field) or not value.startswith(("[", "{"))):
         return None if value.lower() == "null" else value
     try:
         return json.loads(value)
@@ -149,14 +164,22 @@ def _parse(name: str, value: str, *, is_model: bool) -> Any:
         raise SettingsError(f"environment variable {name} is not JSON: {error.msg}", key=name) from error
 
 
-def _fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
-    """Key path of each field at every depth, and whether it is a section with fields of its own."""
+def _fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Key path of each field at every depth, and the field."""
     for name, field in model.model_fields.items():
-        section = field.annotation
-        is_model = isinstance(section, type) and issubclass(section, BaseModel)
-        yield (*prefix, name), is_model
-        if isinstance(section, type) and issubclass(section, BaseModel):
+        yield (*prefix, name), field
+        if section := _section(field):
             yield from _fields(section, (*prefix, name))
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    """The settings that a field holds, where it is a section with fields of its own."""
+    section = field.annotation
+    return section if isinstance(section, type) and issubclass(section, BaseModel) else None
+
+
+def _is_secret(field: FieldInfo) -> bool:
+    return SecretStr in (field.annotation, *get_args(field.annotation))
 
 
 def _merge(layers: list[JsonDict]) -> JsonDict:
@@ -179,13 +202,18 @@ def _validate(model: type[ModelT], values: JsonDict) -> ModelT:
 def _as_settings_error(model: type[BaseModel], error: ValidationError) -> SettingsError:
     """The first problem as one sentence: it is the one to mend first, and the next start names the next."""
     first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"])
+    path = tuple(str(part) for part in first["loc"])
+    key = ".".join(path)
+    fields = dict(_fields(model))
     if first["type"] == "extra_forbidden":
-        keys = [".".join(path) for path, _ in _fields(model)]
-        return SettingsError(f"unknown setting {key}{_did_you_mean(key, keys)}", key=key)
+        return SettingsError(
+            f"unknown setting {key}{_did_you_mean(key, ['.'.join(known) for known in fields])}", key=key
+        )
     reason = first["msg"].removeprefix("Value error, ")
     reason = reason[:1].lower() + reason[1:]
-    shown = "" if "secret" in key or isinstance(first["input"], dict) else f" (got {first['input']!r})"
+    # Only what is known to be no secret is shown: a section's own complaint would show all of its values.
+    is_shown = path in fields and _section(fields[path]) is None and not _is_secret(fields[path])
+    shown = f" (got {first['input']!r})" if is_shown else ""
     return SettingsError(f"setting {key}: {reason}{shown}", key=key)
 
 

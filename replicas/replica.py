@@ -6,20 +6,21 @@ The one file of this package that imports Ray. Serve makes one instance per repl
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from ray import serve
 
-from cache_index.actor_store import ActorStore
-from cache_index.events import BlocksStored, Event, Registration
+from cache_index.events import Event, Registration
 from cache_index.messages import GenerationChunk, GenerationRequest, ModelCard, Refusal
+from cache_index.metrics import MetricsExport
+from cache_index.opening import open_store
 from cache_index.settings import IndexSettings
 
-from .core import EngineCore
 from .engine import Engine
 from .errors import RequestRefusedError
 from .forward.model import load
+from .holdings import EngineHoldings
 from .publisher import EventPublisher
 from .settings import EngineSettings, ModelSettings
 
@@ -48,8 +49,9 @@ class ReplicaDeployment:
         )
         # A restart begins a new epoch, and no clock of one machine goes back by a replica's start.
         registration = Registration(self._replica_id, epoch=time.time_ns(), identity=loaded.identity)
-        self._publisher = EventPublisher(ActorStore(index), registration, index, self._take_blocks)
+        self._publisher = EventPublisher(open_store(index), registration, index, EngineHoldings(self._engine))
         self._publishing = asyncio.create_task(self._publisher.run())
+        self._exporting = asyncio.create_task(_metrics_of(self._publisher).run())
 
     async def describe(self) -> ModelCard:
         """Which model this replica serves, and what decides its KV values."""
@@ -94,23 +96,47 @@ class ReplicaDeployment:
             raise RuntimeError("the engine's steps keep failing, or its thread has ended")
         if self._publishing.done():
             raise RuntimeError("the index publisher has ended") from self._publishing.exception()
+        if self._exporting.done():
+            raise RuntimeError("the export of metrics has ended") from self._exporting.exception()
 
     def __del__(self) -> None:
         """Serve calls this before the process ends: stop publishing, refuse what is unfinished."""
         # The constructor may have failed before it made these.
-        if hasattr(self, "_publishing"):
-            self._publishing.cancel()
+        for task in ("_publishing", "_exporting"):
+            if hasattr(self, task):
+                getattr(self, task).cancel()
         if hasattr(self, "_engine"):
             self._engine.close()
 
     def _push(self, events: tuple[Event, ...]) -> None:
         self._publisher.push(events)
 
-    async def _take_blocks(self, before: Callable[[], None]) -> tuple[BlocksStored, ...]:
-        def take(core: EngineCore) -> tuple[BlocksStored, ...]:
-            # Events of blocks that are about to be counted are handed over first, then dropped by `before`.
-            core.flush_events()
-            before()
-            return core.pool.inventory()
 
-        return await asyncio.to_thread(self._engine.call, take)
+def _metrics_of(publisher: EventPublisher) -> MetricsExport:
+    metrics = MetricsExport()
+    metrics.count(
+        "warmroute_index_inventories",
+        "Whole inventories that this replica published.",
+        lambda: publisher.num_inventories,
+    )
+    metrics.count(
+        "warmroute_index_losses",
+        "Times that the index store did not know this replica, or had missed a batch of it.",
+        lambda: publisher.num_losses,
+    )
+    metrics.count(
+        "warmroute_index_store_drifts",
+        "Times that the index store held something else than this replica.",
+        lambda: publisher.num_drifts,
+    )
+    metrics.gauge(
+        "warmroute_index_publisher_degraded",
+        "1 while this replica can't reach the index store.",
+        lambda: float(publisher.degraded_reason is not None),
+    )
+    metrics.gauge(
+        "warmroute_index_differing_gateways",
+        "Identities under which gateways hash prompts and that differ from this replica's.",
+        lambda: len(publisher.parity.differing),
+    )
+    return metrics

@@ -1,9 +1,16 @@
-"""A running cluster as a test sees it: an address that answers HTTP."""
+"""A whole cluster as a user starts it, `warmroute serve` with a tiny model, and as a test sees it: by HTTP."""
 
+import contextlib
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,3 +58,51 @@ def free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *flags: str, environ: Mapping[str, str] | None = None) -> Iterator[Cluster]:
+    """A cluster of the model in `folder`, small enough for two cores; ended by Ctrl-C."""
+    port = free_port()
+    lines: list[str] = []
+    command = [sys.executable, "-m", "deploy.cli", "serve", "--model", str(folder), "--served-model-name", MODEL]
+    process = subprocess.Popen(
+        [*command, "--port", str(port), "--replicas", "2", *flags],
+        env={
+            **os.environ,
+            "WARMROUTE_ENGINE__NUM_THREADS": "1",
+            "WARMROUTE_ENGINE__KV_MEMORY_BYTES": str(256 << 20),
+            "WARMROUTE_ENGINE__MAX_NUM_SEQS": "8",
+            "WARMROUTE_ENGINE__MAX_NUM_WAITING": "8",
+            **(environ or {}),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+    is_up = threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                lines.append(line.rstrip())
+                if "Ctrl-C stops everything" in line:
+                    is_up.set()
+        is_up.set()  # Ended, for better or worse: there is nothing more to wait for.
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert is_up.wait(START_TIMEOUT_S), "\n".join(lines)
+        assert process.poll() is None, "\n".join(lines)
+        yield Cluster(f"http://127.0.0.1:{port}", folder, lines)
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        finally:
+            process.kill()
+            reader.join()

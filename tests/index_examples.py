@@ -4,11 +4,21 @@ import hashlib
 from collections.abc import Iterable
 
 from cache_index.blocks import BlockHash
-from cache_index.events import BlocksRemoved, BlocksStored, Event, EventBatch, Inventory, Registration
+from cache_index.events import (
+    BlocksRemoved,
+    BlocksStored,
+    Digest,
+    Event,
+    EventBatch,
+    Heartbeat,
+    Inventory,
+    Registration,
+)
 from cache_index.identity import CacheIdentity
 
-SCOPE = b"s" * 16
-OTHER_SCOPE = b"t" * 16
+# Tenants' keys; the scope of a prompt without a salt is the same bytes.
+TENANT = b"s" * 16
+OTHER_TENANT = b"t" * 16
 
 IDENTITY = CacheIdentity(
     weights="sha256:0123",
@@ -34,12 +44,12 @@ def chain(names: Iterable[str]) -> tuple[BlockHash, ...]:
     return tuple(block(name) for name in names)
 
 
-def stored(names: Iterable[str], scope: bytes = SCOPE) -> BlocksStored:
-    return BlocksStored(scope, chain(names))
+def stored(names: Iterable[str], tenant: bytes = TENANT) -> BlocksStored:
+    return BlocksStored(tenant, chain(names))
 
 
-def removed(names: Iterable[str], scope: bytes = SCOPE) -> BlocksRemoved:
-    return BlocksRemoved(scope, chain(names))
+def removed(names: Iterable[str], tenant: bytes = TENANT) -> BlocksRemoved:
+    return BlocksRemoved(tenant, chain(names))
 
 
 def registration(replica_id: str, epoch: int = 1) -> Registration:
@@ -52,3 +62,10 @@ def batch(replica_id: str, seq: int, *events: Event, epoch: int = 1) -> EventBat
 
 def inventory(replica_id: str, seq: int, *blocks: BlocksStored, epoch: int = 1) -> Inventory:
     return Inventory(registration(replica_id, epoch), seq, blocks)
+
+
+def heartbeat(
+    replica_id: str, seq: int, names: Iterable[str] = (), *, epoch: int = 1, num_purges_seen: int | None = None
+) -> Heartbeat:
+    """A heartbeat of a replica that holds the named blocks."""
+    return Heartbeat(replica_id, epoch, seq, Digest.of(chain(names)), num_purges_seen)

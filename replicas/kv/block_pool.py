@@ -17,11 +17,12 @@ the prompt's. A block's parent is a block of the pool (or a chain's root), so co
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cache_index.blocks import NO_EXTRAS, BlockChain, BlockHash
-from cache_index.events import BlocksCleared, BlocksRemoved, BlocksStored, Event
+from cache_index.events import BlocksCleared, BlocksRemoved, BlocksStored, Digest, Event, block_checksum
+from cache_index.identity import tenant_of
 
 from ..errors import PoolExhaustedError
 from .eviction import EvictionPolicy, LeastRecentlyUsed
@@ -62,7 +63,7 @@ class _Block:
     block_hash: BlockHash | None = None
     parent: "_Block | None" = None
     root: bytes = b""
-    scope: bytes = b""
+    tenant: bytes = b""
     tokens: bytes = b""
     extras: bytes = NO_EXTRAS
 
@@ -79,6 +80,9 @@ class BlockPool:
         # Popped from the end, so the lowest ids go first and neighbours tend to lie side by side in memory.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: dict[BlockHash, _Block] = {}
+        # The same by tenant, so that dropping one costs nothing for the others. Only tenants that have any.
+        self._by_tenant: dict[bytes, dict[BlockHash, _Block]] = {}
+        self._digest = Digest()
         self._leaves: EvictionPolicy = policy if policy is not None else LeastRecentlyUsed()
         self._num_idle = 0
         self._clock = 0
@@ -86,6 +90,11 @@ class BlockPool:
         self._run: tuple[type[BlocksStored] | type[BlocksRemoved], bytes, list[BlockHash]] | None = None
         self.num_evicted_blocks = 0
         self.num_refuted_hits = 0
+
+    @property
+    def digest(self) -> Digest:
+        """What is cached, as the index compares it. O(1)."""
+        return self._digest
 
     def size(self) -> PoolSize:
         """Blocks by state."""
@@ -179,13 +188,15 @@ class BlockPool:
         block.block_hash = block_hash
         block.parent = parent
         block.root = chain.root
-        block.scope = chain.scope
+        block.tenant = tenant_of(chain.scope)
         block.tokens = chain.block_tokens(index)
         block.extras = chain.block_extras(index)
         if parent is not None:
             parent.num_children += 1
         self._cached[block_hash] = block
-        self._note(BlocksStored, block.scope, block_hash)
+        self._by_tenant.setdefault(block.tenant, {})[block_hash] = block
+        self._digest += Digest(1, block_checksum(block_hash))
+        self._note(BlocksStored, block.tenant, block_hash)
         return block_id
 
     def is_writable(self, block_id: int) -> bool:
@@ -195,22 +206,30 @@ class BlockPool:
 
     def clear(self) -> None:
         """Drop every idle block from the cache, and make those in use unmatchable; they become free on release."""
-        for block in self._cached.values():
-            if block.reference_count == 0:
-                self._leaves.discard(block.block_id)
-                self._free.append(block.block_id)
-            self._reset(block)
+        self._forget(self._cached.values())
         self._cached.clear()
-        self._num_idle = 0
+        self._by_tenant.clear()
+        self._digest = Digest()
         self._end_run()
         self._events.append(BlocksCleared())
 
+    def purge(self, tenant: bytes) -> int:
+        """Do the same with one tenant's blocks only, at a cost that depends on them alone. Returns how many there were.
+
+        tenant: 16 bytes, its key. A block's parent is of the same chain, hence of the same tenant, so what is left is
+        whole.
+        """
+        blocks = self._by_tenant.pop(tenant, {})
+        self._forget(blocks.values())
+        for block_hash in blocks:
+            del self._cached[block_hash]
+            self._note(BlocksRemoved, tenant, block_hash)
+        self._digest -= Digest.of(blocks)
+        return len(blocks)
+
     def inventory(self) -> tuple[BlocksStored, ...]:
-        """Every cached block, by scope."""
-        by_scope: dict[bytes, list[BlockHash]] = {}
-        for block_hash, block in self._cached.items():
-            by_scope.setdefault(block.scope, []).append(block_hash)
-        return tuple(BlocksStored(scope, tuple(hashes)) for scope, hashes in by_scope.items())
+        """Every cached block, by tenant."""
+        return tuple(BlocksStored(tenant, tuple(blocks)) for tenant, blocks in self._by_tenant.items())
 
     def drain_events(self) -> tuple[Event, ...]:
         """What was stored and removed since the last call, in order; the caller publishes it."""
@@ -229,6 +248,10 @@ class BlockPool:
             assert block.reference_count == 0 and block.block_hash is None, "a free block is neither held nor cached"
         assert all(self._cached[h].block_hash == h for h in self._cached), "map and blocks agree"
         assert len(self._cached) == sum(b.block_hash is not None for b in self._blocks)
+        assert all(self._by_tenant.values()), "no tenant is kept that has no blocks"
+        assert self._cached == {h: block for blocks in self._by_tenant.values() for h, block in blocks.items()}
+        assert all(block.tenant == tenant for tenant, blocks in self._by_tenant.items() for block in blocks.values())
+        assert self._digest == Digest.of(self._cached), "the digest is of what is cached"
         for block in self._blocks:
             children = [b for b in self._blocks if b.parent is block]
             assert len(children) == block.num_children, "a block knows how many children it has"
@@ -253,8 +276,7 @@ class BlockPool:
         assert block.reference_count == 0 and block.num_children == 0 and block.block_hash is not None
         self.num_evicted_blocks += 1
         self._num_idle -= 1
-        del self._cached[block.block_hash]
-        self._note(BlocksRemoved, block.scope, block.block_hash)
+        self._remove(block.block_hash, block.tenant)
         parent = block.parent
         self._reset(block)
         if parent is not None:
@@ -263,23 +285,41 @@ class BlockPool:
                 self._leaves.add(parent.block_id, parent.last_use)
         return block
 
+    def _remove(self, block_hash: BlockHash, tenant: bytes) -> None:
+        del self._cached[block_hash]
+        blocks = self._by_tenant[tenant]
+        del blocks[block_hash]
+        if not blocks:
+            del self._by_tenant[tenant]
+        self._digest -= Digest(1, block_checksum(block_hash))
+        self._note(BlocksRemoved, tenant, block_hash)
+
+    def _forget(self, blocks: Iterable[_Block]) -> None:
+        """Make cached blocks free or, where they are in use, private to who holds them."""
+        for block in blocks:
+            if block.reference_count == 0:
+                self._leaves.discard(block.block_id)
+                self._free.append(block.block_id)
+                self._num_idle -= 1
+            self._reset(block)
+
     def _reset(self, block: _Block) -> None:
         block.block_hash = None
         block.parent = None
         block.num_children = 0
-        block.root = block.scope = block.tokens = b""
+        block.root = block.tenant = block.tokens = b""
         block.extras = NO_EXTRAS
 
-    def _note(self, kind: type[BlocksStored] | type[BlocksRemoved], scope: bytes, block_hash: BlockHash) -> None:
-        # Runs of one kind in one scope become one event, which keeps batches short.
-        if self._run is not None and self._run[:2] == (kind, scope):
+    def _note(self, kind: type[BlocksStored] | type[BlocksRemoved], tenant: bytes, block_hash: BlockHash) -> None:
+        # Runs of one kind of one tenant become one event, which keeps batches short.
+        if self._run is not None and self._run[:2] == (kind, tenant):
             self._run[2].append(block_hash)
         else:
             self._end_run()
-            self._run = (kind, scope, [block_hash])
+            self._run = (kind, tenant, [block_hash])
 
     def _end_run(self) -> None:
         if self._run is not None:
-            kind, scope, block_hashes = self._run
-            self._events.append(kind(scope, tuple(block_hashes)))
+            kind, tenant, block_hashes = self._run
+            self._events.append(kind(tenant, tuple(block_hashes)))
             self._run = None

@@ -19,6 +19,7 @@ from cache_index.blocks import PromptBlocks
 from cache_index.messages import GenerationChunk, ModelCard, SamplingParams
 
 from ..errors import ModelNotFoundError, RouterError
+from ..index_link import IndexLink
 from ..settings import GatewaySettings
 from .errors import answer_to, answer_to_http
 from .generations import Generations, first_card
@@ -43,15 +44,17 @@ BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
 async def build_api(
-    client: ReplicaClient, settings: GatewaySettings, secret: str, *, echo_request_id: bool = True
+    client: ReplicaClient, settings: GatewaySettings, secret: str, index: IndexLink, *, echo_request_id: bool = True
 ) -> FastAPI:
     """The gateway's application, once a first replica has said which model it serves.
 
     secret: the server's secret, from which every tenant's scope is derived; the same in all gateways of a cluster.
+    index: told under which identity prompts are hashed, and asked how the index stands.
     echo_request_id: send `x-request-id` back; off where the server in front does.
     Raises NoReplicaError if no replica comes up in time, and ValueError for an empty secret.
     """
     card = await first_card(client, settings)
+    index.identity = card.identity
     prompts = await asyncio.to_thread(Prompts.load, card, secret, num_threads=settings.tokenizer_threads)
     generations = Generations(client, settings)
     tenants = OpenTenants(settings.open_tenant)
@@ -66,7 +69,7 @@ async def build_api(
         title="warmroute", lifespan=lifespan, openapi_url=None, redirect_slashes=False, exception_handlers=_HANDLERS
     )
     app.add_middleware(RequestBoundary, echo_request_id=echo_request_id)
-    _add_model_routes(app, card, generations)
+    _add_model_routes(app, card, generations, index)
 
     async def chat(body: ChatCompletionBody, tenant: str) -> PromptBlocks:
         return await prompts.chat(body.messages, tenant=tenant, cache_salt=body.cache_salt)
@@ -178,7 +181,7 @@ async def _send_events(events: AsyncIterator[bytes], headers: dict[str, str], se
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _add_model_routes(app: FastAPI, card: ModelCard, generations: Generations) -> None:
+def _add_model_routes(app: FastAPI, card: ModelCard, generations: Generations, index: IndexLink) -> None:
     model = ModelObject(id=card.name, created=card.created_s, max_model_len=card.max_model_len)
 
     @app.get("/v1/models")
@@ -193,9 +196,10 @@ def _add_model_routes(app: FastAPI, card: ModelCard, generations: Generations) -
         return model
 
     @app.get("/health")
-    async def health() -> dict[str, str | int]:
+    async def health() -> dict[str, object]:
         await generations.check_replicas()
-        return {"status": "ok", "model": card.name, "max_model_len": card.max_model_len}
+        # An index that is away costs warmth and no request, so it is told and is no failure.
+        return {"status": "ok", "model": card.name, "max_model_len": card.max_model_len, "index": index.health()}
 
 
 async def _on_router_error(request: Request, error: Exception) -> Response:

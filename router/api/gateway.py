@@ -16,7 +16,9 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from cache_index.messages import GenerationChunk, GenerationRequest, ModelCard, Refusal
+from cache_index.settings import IndexSettings
 
+from .. import index_link
 from ..errors import NoReplicaError, OverloadedError, ReplicaFaultError, ReplicaLostError
 from ..settings import GatewaySettings
 from .app import build_api
@@ -87,12 +89,16 @@ class ServeReplicaClient:
 class Gateway:
     """The HTTP entry of the cluster. Stateless: any number of them serve one cluster."""
 
-    def __init__(self, replicas: DeploymentHandle[Any], settings: GatewaySettings, secret: str) -> None:
-        """secret: see `build_api`."""
+    def __init__(
+        self, replicas: DeploymentHandle[Any], settings: GatewaySettings, index: IndexSettings, secret: str
+    ) -> None:
+        """index: for the router of `replicas`, which Serve makes in this process. secret: see `build_api`."""
+        # By way of its module: Ray sends this class by value, and with it a copy of every object that it names.
+        index_link.LINK.settings = index
         self._client = ServeReplicaClient(replicas, settings)
         self._settings = settings
         self._secret = secret
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve's own server adds x-request-id to every response.
-        return await build_api(self._client, self._settings, self._secret, echo_request_id=False)
+        return await build_api(self._client, self._settings, self._secret, index_link.LINK, echo_request_id=False)

@@ -1,25 +1,30 @@
 """The Ray Serve adapter of the routing policy.
 
 Serve makes one of these in every process that has a handle to the replica deployment, and asks it to rank the replicas
-for each request. It follows the index from its own process, so a decision makes no network call.
+for each request. It follows the index from its own process, so a decision makes no network call while its mirror is
+complete.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from cache_index.actor_store import ActorStore
 from cache_index.blocks import PromptBlocks
 from cache_index.messages import GenerationRequest
 from cache_index.mirror import IndexMirror
+from cache_index.opening import open_store
 from cache_index.settings import IndexSettings
 
+from .. import index_link
 from ..settings import RoutingSettings
 from .load import LoadView, PromisedBlocks, ReplicaReport
+from .metrics import mirror_metrics
+from .parity import Fingerprints, watch_parity
 from .policy import Candidate, choose
 
 __all__ = ["PrefixRouter"]
@@ -39,18 +44,22 @@ class PrefixRouter(RequestRouter):
     """
 
     def initialize_state(  # type: ignore[override]  # Serve passes exactly the keywords that deploy names.
-        self, settings: dict[str, Any], index: dict[str, Any]
+        self, settings: dict[str, Any]
     ) -> None:
         """Called by Serve with the deployment's `request_router_kwargs`, which have to be JSON."""
         self._settings = RoutingSettings.model_validate(settings)
-        index_settings = IndexSettings.model_validate(index)
-        self._mirror = IndexMirror(ActorStore(index_settings), index_settings)
+        # None in a process without a gateway: then there is no index, and what was sent where is all there is to know.
+        self._mirror: IndexMirror | None = None
+        self._fingerprints = Fingerprints()
+        # By reason, of which there are a handful.
+        self._blind_lookups: Counter[str] = Counter()
         self._load = LoadView(self._settings.prefill_tokens_per_s_initial)
         self._promised = PromisedBlocks(_PROMISE_S, _PROMISED_BLOCKS_MAX)
         # Request id -> replica it was charged to and the work, until it ends. Bounded by the requests in flight.
         self._charged: dict[str, tuple[str, float]] = {}
         self._replica_ids: set[str] = set()
-        self._following: asyncio.Task[None] | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._duties: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Serve, on the router's event loop, when replicas come, go, or report."""
@@ -60,19 +69,42 @@ class PrefixRouter(RequestRouter):
             self._replica_ids = replica_ids
             self._load.keep_only(replica_ids)
             self._promised.keep_only(replica_ids)
+            self._fingerprints.keep_only(replica_ids)
         for replica in replicas:
             rate = replica.routing_stats.get("prefill_tokens_per_s")
             self._load.report(replica.replica_id.unique_id, ReplicaReport(prefill_tokens_per_s=rate))
-        # Not in `initialize_state`: Serve may call that outside of the loop in which requests are routed.
-        if self._following is None or self._following.done():
-            if self._following is not None and not self._following.cancelled():
-                logger.error("the index mirror had stopped and is started anew", exc_info=self._following.exception())
-            self._following = asyncio.get_running_loop().create_task(self._mirror.follow())
+        self._keep_running()
+
+    def _open_index(self, settings: IndexSettings) -> None:
+        store = open_store(settings)
+        index_link.LINK.mirror = self._mirror = mirror = IndexMirror(store, settings)
+        self._duties = {
+            "the index mirror": mirror.follow,
+            "the identity check": lambda: watch_parity(index_link.LINK, store, settings.heartbeat_interval_s),
+            "the metrics": mirror_metrics(mirror, self._blind_lookups, index_link.LINK).run,
+        }
+
+    def _keep_running(self) -> None:
+        """Start what runs beside the decisions, and what ended though nobody ended it.
+
+        Not in `initialize_state`, which Serve may call outside of the loop in which requests are routed, and before the
+        gateway has left the settings.
+        """
+        # By way of its module: Serve sends this class by value, and with it a copy of every object that it names.
+        if self._mirror is None and index_link.LINK.settings is not None:
+            self._open_index(index_link.LINK.settings)
+        for name, duty in self._duties.items():
+            task = self._tasks.get(name)
+            if task is None or task.done():
+                if task is not None and not task.cancelled():
+                    logger.error("%s had stopped and is started anew", name, exc_info=task.exception())
+                self._tasks[name] = asyncio.get_running_loop().create_task(duty())
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Replicas by cost, each a rank of its own, so that one which is full falls to the next best."""
+        self._keep_running()
         request = pending_request.args[0] if pending_request is not None and pending_request.args else None
         if pending_request is None or not isinstance(request, GenerationRequest):
             # A question about the model, say: the least busy one answers.
@@ -82,15 +114,16 @@ class PrefixRouter(RequestRouter):
         # Serve asks again while replicas are full; a request must not wait behind itself.
         self._uncharge(request_id, now_s)
         prompt = request.prompt
-        matched = self._mirror.match(prompt.block_hashes)
-        promised = self._promised.match(prompt.block_hashes, now_s, any_age=not self._mirror.is_complete)
+        matched = await self._matched(prompt)
+        is_complete = self._mirror is not None and self._mirror.is_complete
+        promised = self._promised.match(prompt.block_hashes, now_s, any_age=not is_complete)
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        strangers = {replica_id for replica_id in by_id if self._is_stranger(replica_id, prompt)}
+        matched = {replica_id: num for replica_id, num in matched.items() if replica_id not in strangers}
         candidates = [
             Candidate(
                 replica_id,
-                min(
-                    prompt.num_tokens, max(matched.get(replica_id, 0), promised.get(replica_id, 0)) * prompt.block_size
-                ),
+                0 if replica_id in strangers else self._cached_tokens(prompt, replica_id, matched, promised),
                 self._load.wait_s(replica_id, now_s),
                 self._load.num_queued(replica_id, now_s),
                 self._load.prefill_tokens_per_s(replica_id),
@@ -103,8 +136,31 @@ class PrefixRouter(RequestRouter):
         self._charge(request_id, best.candidate.replica_id, best.work_s, now_s)
         # A request that is given up before it is sent anywhere is not reported as completed.
         pending_request.future.add_done_callback(lambda future: self._forget_if_cancelled(future, request_id))
-        self._promised.promise(best.candidate.replica_id, prompt.block_hashes, now_s)
+        if best.candidate.replica_id not in strangers:
+            self._promised.promise(best.candidate.replica_id, prompt.block_hashes, now_s)
         return [[by_id[cost.candidate.replica_id]] for cost in ranking]
+
+    async def _matched(self, prompt: PromptBlocks) -> Mapping[str, int]:
+        """Leading blocks of the prompt on each replica, as the index knows it."""
+        if self._mirror is None:
+            self._blind_lookups["no index in this process"] += 1
+            return {}
+        lookup = await self._mirror.lookup(prompt.tenant, prompt.block_hashes)
+        if lookup.blind_reason is not None:
+            self._blind_lookups[lookup.blind_reason] += 1
+        return lookup.matched
+
+    def _is_stranger(self, replica_id: str, prompt: PromptBlocks) -> bool:
+        """Whether a replica serves another model state than the prompt was hashed for, so that it can reuse nothing."""
+        registration = self._mirror.registration(replica_id) if self._mirror is not None else None
+        return registration is not None and self._fingerprints.of(registration) != prompt.fingerprint
+
+    @staticmethod
+    def _cached_tokens(
+        prompt: PromptBlocks, replica_id: str, matched: Mapping[str, int], promised: Mapping[str, int]
+    ) -> int:
+        num_blocks = max(matched.get(replica_id, 0), promised.get(replica_id, 0))
+        return min(prompt.num_tokens, num_blocks * prompt.block_size)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Called by Serve once a replica accepted: not always the one that was charged."""
@@ -114,7 +170,9 @@ class PrefixRouter(RequestRouter):
             now_s = time.monotonic()
             self._uncharge(request_id, now_s)
             self._charge(request_id, replica_id.unique_id, charged[1], now_s)
-            self._promised.promise(replica_id.unique_id, pending_request.args[0].prompt.block_hashes, now_s)
+            prompt = pending_request.args[0].prompt
+            if not self._is_stranger(replica_id.unique_id, prompt):
+                self._promised.promise(replica_id.unique_id, prompt.block_hashes, now_s)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Called by Serve when a request ended, however it did."""

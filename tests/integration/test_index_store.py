@@ -1,62 +1,59 @@
-"""The contract of an index store: one suite for every store. The actor's runs on a real Ray cluster of this machine."""
+"""The contract of an index store: one suite for every store.
+
+The actor's runs on a real Ray cluster of this machine; those on Redis on a real server, and on a real Cluster.
+"""
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import dataclasses
+from collections.abc import AsyncIterator
 
 import pytest
-import ray
 
 from cache_index.actor_store import ActorStore
 from cache_index.embedded import EmbeddedStore
-from cache_index.errors import SequenceGapError, StaleEpochError, StoreUnavailableError, UnknownReplicaError
-from cache_index.events import BlocksCleared
+from cache_index.errors import DriftError, SequenceGapError, StaleEpochError, UnknownReplicaError
+from cache_index.events import BlocksCleared, Inventory
+from cache_index.redis_store import RedisStore
 from cache_index.settings import IndexSettings
-from cache_index.store import Cursor, Departure, IndexStore, News
-from tests.index_examples import OTHER_SCOPE, batch, chain, inventory, removed, stored
+from cache_index.store import Cursor, Departure, IndexStore, News, Notices, TenantPurge
+from tests.index_examples import (
+    IDENTITY,
+    OTHER_TENANT,
+    TENANT,
+    batch,
+    chain,
+    heartbeat,
+    inventory,
+    registration,
+    removed,
+    stored,
+)
+from tests.index_stores import ACTOR_SETTINGS, LOG_BATCHES_MAX, next_namespace, plain, snapshot
 
-LOG_BATCHES_MAX = 4
-# Leases that outlive any test; those that end are tested with a clock of their own, in tests/unit.
-SETTINGS = IndexSettings(namespace="contract", lease_s=3_600.0, log_batches_max=LOG_BATCHES_MAX)
 # Long enough for the busiest machine; nothing waits for it unless it fails.
 PATIENCE_S = 30.0
+# Leases that outlive any test; those that end are tested elsewhere, with a clock of their own, or short.
+SETTINGS = IndexSettings(lease_s=3_600.0, log_batches_max=LOG_BATCHES_MAX)
 
 
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(
-            address="local",
-            num_cpus=1,
-            include_dashboard=False,
-            object_store_memory=100 * 2**20,
-            log_to_driver=False,
-            namespace="tests",
-        )
-        # The actor ends with its last handle, and its name may be found for a moment longer: without this one a test
-        # could meet the actor of the test before it, dying.
-        keeper = ActorStore(SETTINGS)
-        keeper._actor = keeper._find_or_make()
-        yield
-        ray.shutdown()
-
-
-@pytest.fixture(params=["embedded", "actor"])
+@pytest.fixture(params=["embedded", "actor", "redis", "redis cluster"])
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[IndexStore]:
     """A store without replicas. The actor is one for all tests, for each is a process; so each test cleans up."""
     if request.param == "embedded":
         store: IndexStore = EmbeddedStore(SETTINGS)
-    else:
+    elif request.param == "actor":
         request.getfixturevalue("ray_cluster")
-        store = ActorStore(SETTINGS)
+        store = ActorStore(ACTOR_SETTINGS)
+    else:
+        server = request.getfixturevalue("redis" if request.param == "redis" else "redis_nodes")
+        store = RedisStore(SETTINGS.model_copy(update={"redis_url": server.secret_url, "namespace": next_namespace()}))
     yield store
     for item in (await store.read(None, 0.0)).items:
+        assert isinstance(item, Inventory)
         await store.deregister(item.replica_id, item.epoch)
     if isinstance(store, EmbeddedStore):
         store.check_invariants()
+    await store.close()
 
 
 async def head(store: IndexStore) -> Cursor:
@@ -65,31 +62,31 @@ async def head(store: IndexStore) -> Cursor:
 
 async def test_the_first_inventory_registers_a_replica_even_an_empty_one(store: IndexStore) -> None:
     with pytest.raises(UnknownReplicaError) as caught:
-        await store.heartbeat("r1", 1)
+        await store.heartbeat(heartbeat("r1", 1, epoch=1))
     assert caught.value.replica_id == "r1"
     await store.publish_inventory(inventory("r1", 1))
-    await store.heartbeat("r1", 1)
-    assert await store.match(chain("a")) == {}
-    assert (await store.read(None, 0.0)).items == (inventory("r1", 1),)
+    await store.heartbeat(heartbeat("r1", 1, epoch=1))
+    assert await store.match(TENANT, chain("a")) == {}
+    assert await snapshot(store) == plain([inventory("r1", 1)])
 
 
 async def test_a_chain_matches_on_each_replica_up_to_its_first_missing_block(store: IndexStore) -> None:
-    await store.publish_inventory(inventory("r1", 1, stored("ab"), stored("c", OTHER_SCOPE)))
+    await store.publish_inventory(inventory("r1", 1, stored("ab"), stored("c")))
     await store.publish_inventory(inventory("r2", 1))
     await store.publish(batch("r2", 2, stored("a"), stored("c")))
-    assert await store.match(chain("abcd")) == {"r1": 3, "r2": 1}
-    assert await store.match(list(chain("b"))) == {"r1": 1}
-    assert await store.match(chain("x")) == {}
-    assert await store.match(()) == {}
+    assert await store.match(TENANT, chain("abcd")) == {"r1": 3, "r2": 1}
+    assert await store.match(TENANT, list(chain("b"))) == {"r1": 1}
+    assert await store.match(TENANT, chain("x")) == {}
+    assert await store.match(TENANT, ()) == {}
 
 
 async def test_events_apply_in_order_within_and_between_batches(store: IndexStore) -> None:
     await store.publish_inventory(inventory("r1", 1, stored("a")))
     await store.publish(batch("r1", 2, stored("bc"), removed("c"), stored("d")))
-    assert await store.match(chain("abc")) == {"r1": 2}
+    assert await store.match(TENANT, chain("abc")) == {"r1": 2}
     await store.publish(batch("r1", 3, BlocksCleared(), stored("b")))
-    assert await store.match(chain("ab")) == {}
-    assert await store.match(chain("b")) == {"r1": 1}
+    assert await store.match(TENANT, chain("ab")) == {}
+    assert await store.match(TENANT, chain("b")) == {"r1": 1}
 
 
 async def test_a_batch_that_was_applied_before_changes_nothing(store: IndexStore) -> None:
@@ -97,8 +94,8 @@ async def test_a_batch_that_was_applied_before_changes_nothing(store: IndexStore
     await store.publish(batch("r1", 2, stored("a")))
     await store.publish(batch("r1", 3, removed("a")))
     await store.publish(batch("r1", 2, stored("a")))
-    assert await store.match(chain("a")) == {}
-    assert (await store.read(None, 0.0)).items == (inventory("r1", 3),)
+    assert await store.match(TENANT, chain("a")) == {}
+    assert await snapshot(store) == plain([inventory("r1", 3)])
 
 
 async def test_a_batch_after_a_gap_is_refused_until_an_inventory_fills_it(store: IndexStore) -> None:
@@ -106,10 +103,10 @@ async def test_a_batch_after_a_gap_is_refused_until_an_inventory_fills_it(store:
     with pytest.raises(SequenceGapError) as caught:
         await store.publish(batch("r1", 3, stored("b")))
     assert (caught.value.replica_id, caught.value.expected_seq, caught.value.seq) == ("r1", 2, 3)
-    assert await store.match(chain("ab")) == {"r1": 1}
+    assert await store.match(TENANT, chain("ab")) == {"r1": 1}
     await store.publish_inventory(inventory("r1", 4, stored("abc")))
     await store.publish(batch("r1", 5, stored("d")))
-    assert await store.match(chain("abcd")) == {"r1": 4}
+    assert await store.match(TENANT, chain("abcd")) == {"r1": 4}
 
 
 async def test_a_batch_of_a_replica_that_never_published_an_inventory_is_refused(store: IndexStore) -> None:
@@ -119,30 +116,30 @@ async def test_a_batch_of_a_replica_that_never_published_an_inventory_is_refused
     with pytest.raises(UnknownReplicaError):
         await store.publish(batch("r1", 1, stored("a"), epoch=2))
     with pytest.raises(UnknownReplicaError):
-        await store.heartbeat("r1", 2)
-    assert await store.match(chain("a")) == {}
+        await store.heartbeat(heartbeat("r1", 1, epoch=2))
+    assert await store.match(TENANT, chain("a")) == {}
 
 
 async def test_a_newer_epoch_voids_what_was_said_before_and_refuses_its_late_words(store: IndexStore) -> None:
     await store.publish_inventory(inventory("r1", 8, stored("ab"), epoch=1))
     await store.publish_inventory(inventory("r1", 1, stored("b"), epoch=2))
-    assert await store.match(chain("ab")) == {}
+    assert await store.match(TENANT, chain("ab")) == {}
     for late in (
         store.publish(batch("r1", 9, stored("a"), epoch=1)),
         store.publish_inventory(inventory("r1", 9, stored("a"), epoch=1)),
-        store.heartbeat("r1", 1),
+        store.heartbeat(heartbeat("r1", 1, epoch=1)),
     ):
         with pytest.raises(StaleEpochError) as caught:
             await late
         assert (caught.value.replica_id, caught.value.epoch, caught.value.current_epoch) == ("r1", 1, 2)
-    assert (await store.read(None, 0.0)).items == (inventory("r1", 1, stored("b"), epoch=2),)
+    assert await snapshot(store) == plain([inventory("r1", 1, stored("b"), epoch=2)])
 
 
 async def test_an_inventory_replaces_what_is_known_and_an_older_one_does_not(store: IndexStore) -> None:
     await store.publish_inventory(inventory("r1", 3, stored("abc")))
     await store.publish_inventory(inventory("r1", 5, stored("bd")))
     await store.publish_inventory(inventory("r1", 4, stored("x")))
-    assert (await store.read(None, 0.0)).items == (inventory("r1", 5, stored("bd")),)
+    assert await snapshot(store) == plain([inventory("r1", 5, stored("bd"))])
 
 
 async def test_a_replica_signs_off_for_itself_and_for_no_later_epoch(store: IndexStore) -> None:
@@ -150,14 +147,14 @@ async def test_a_replica_signs_off_for_itself_and_for_no_later_epoch(store: Inde
     await store.publish_inventory(inventory("r2", 1, stored("a")))
     await store.deregister("nobody", 1)
     await store.deregister("r1", 1)
-    assert await store.match(chain("a")) == {"r1": 1, "r2": 1}
+    assert await store.match(TENANT, chain("a")) == {"r1": 1, "r2": 1}
     await store.deregister("r1", 2)
     await store.deregister("r1", 2)
-    assert await store.match(chain("a")) == {"r2": 1}
+    assert await store.match(TENANT, chain("a")) == {"r2": 1}
     with pytest.raises(UnknownReplicaError):
-        await store.heartbeat("r1", 2)
+        await store.heartbeat(heartbeat("r1", 1, epoch=2))
     await store.publish_inventory(inventory("r1", 1, stored("a"), epoch=3))
-    assert await store.match(chain("a")) == {"r1": 1, "r2": 1}
+    assert await store.match(TENANT, chain("a")) == {"r1": 1, "r2": 1}
 
 
 async def test_a_follower_reads_what_happened_after_its_cursor_in_order(store: IndexStore) -> None:
@@ -188,13 +185,14 @@ async def test_a_cursor_in_the_middle_gives_only_what_follows_it(store: IndexSto
     assert (await store.read(cursors[1], 0.0)).items == tuple(said[1:])
 
 
-async def test_a_heartbeat_and_a_refused_batch_are_no_news(store: IndexStore) -> None:
-    await store.publish_inventory(inventory("r1", 1))
+async def test_a_heartbeat_is_news_and_a_refused_batch_is_not(store: IndexStore) -> None:
+    await store.publish_inventory(inventory("r1", 1, stored("ab")))
     cursor = await head(store)
-    await store.heartbeat("r1", 1)
+    said = heartbeat("r1", 1, "ab")
+    await store.heartbeat(said)
     with pytest.raises(SequenceGapError):
         await store.publish(batch("r1", 9, stored("a")))
-    assert await store.read(cursor, 0.0) == News(cursor, (), is_snapshot=False)
+    assert (await store.read(cursor, 0.0)).items == (said,)
 
 
 async def test_waiting_followers_are_all_woken_by_the_next_news(store: IndexStore) -> None:
@@ -239,14 +237,22 @@ async def test_a_cursor_outside_of_the_log_gets_a_snapshot_without_waiting(store
     # Behind the oldest of the log, or ahead of its newest.
     version = cursor.version + away if away > 0 else cursor.version - LOG_BATCHES_MAX + away
     news = await store.read(Cursor(cursor.life, version), PATIENCE_S)
-    assert news == News(cursor, (inventory("r1", 1, stored("a")),), is_snapshot=True)
+    assert (news.cursor, plain(news.items), news.is_snapshot) == (
+        cursor,
+        plain([inventory("r1", 1, stored("a"))]),
+        True,
+    )
 
 
 async def test_a_cursor_of_another_life_gets_a_snapshot_without_waiting(store: IndexStore) -> None:
     await store.publish_inventory(inventory("r1", 1, stored("a")))
     cursor = await head(store)
     news = await store.read(Cursor("another life", cursor.version), PATIENCE_S)
-    assert news == News(cursor, (inventory("r1", 1, stored("a")),), is_snapshot=True)
+    assert (news.cursor, plain(news.items), news.is_snapshot) == (
+        cursor,
+        plain([inventory("r1", 1, stored("a"))]),
+        True,
+    )
 
 
 @pytest.mark.parametrize("num_behind", [LOG_BATCHES_MAX, LOG_BATCHES_MAX + 1])
@@ -261,64 +267,119 @@ async def test_a_follower_further_behind_than_the_log_goes_gets_a_snapshot(store
         assert (news.items, news.is_snapshot) == (tuple(said), False)
     else:
         everything = stored([f"block {number}" for number in range(num_behind)])
-        assert (news.items, news.is_snapshot) == ((inventory("r1", 1 + num_behind, everything),), True)
+        assert (plain(news.items), news.is_snapshot) == (plain([inventory("r1", 1 + num_behind, everything)]), True)
     assert news.cursor == await head(store)
 
 
-async def test_a_snapshot_holds_every_replica_with_its_scopes(store: IndexStore) -> None:
-    await store.publish_inventory(inventory("r1", 1, stored("ab"), stored("c", OTHER_SCOPE)))
-    await store.publish(batch("r1", 2, stored("d", OTHER_SCOPE), removed("a")))
+async def test_a_snapshot_holds_every_replica_by_tenant(store: IndexStore) -> None:
+    await store.publish_inventory(inventory("r1", 1, stored("ab"), stored("c", OTHER_TENANT)))
+    await store.publish(batch("r1", 2, stored("d", OTHER_TENANT), removed("a")))
     await store.publish_inventory(inventory("r2", 7, stored("x")))
-    news = await store.read(None, PATIENCE_S)
-    assert news.is_snapshot
-    assert sorted(news.items, key=lambda item: item.replica_id) == [
-        inventory("r1", 2, stored("b"), stored("cd", OTHER_SCOPE)),
-        inventory("r2", 7, stored("x")),
-    ]
+    assert await snapshot(store) == plain(
+        [inventory("r1", 2, stored("b"), stored("cd", OTHER_TENANT)), inventory("r2", 7, stored("x"))]
+    )
 
 
-_namespaces = itertools.count()
+async def test_nothing_of_one_tenant_is_found_under_another(store: IndexStore) -> None:
+    # Not even where the hashes are the same, which they never are: each tenant's chains have a root of their own.
+    await store.publish_inventory(inventory("r1", 1, stored("ab"), stored("a", OTHER_TENANT)))
+    assert await store.match(TENANT, chain("ab")) == {"r1": 2}
+    assert await store.match(OTHER_TENANT, chain("ab")) == {"r1": 1}
+    await store.publish(batch("r1", 2, removed("a")))
+    assert await store.match(TENANT, chain("ab")) == {}
+    assert await store.match(OTHER_TENANT, chain("ab")) == {"r1": 1}
+    assert await store.match(b"u" * 16, chain("ab")) == {}
 
 
-@pytest.fixture
-def own_settings(ray_cluster: None) -> IndexSettings:
-    """Settings of a store that no other test uses."""
-    return SETTINGS.model_copy(update={"namespace": f"own-{next(_namespaces)}"})
+async def test_a_clear_is_of_every_tenant_and_of_one_replica(store: IndexStore) -> None:
+    await store.publish_inventory(inventory("r1", 1, stored("ab"), stored("c", OTHER_TENANT)))
+    await store.publish_inventory(inventory("r2", 1, stored("ab")))
+    await store.publish(batch("r1", 2, stored("x"), BlocksCleared(), stored("a")))
+    assert await store.match(TENANT, chain("ab")) == {"r1": 1, "r2": 2}
+    assert await store.match(TENANT, chain("x")) == {}
+    assert await store.match(OTHER_TENANT, chain("c")) == {}
+    await store.heartbeat(heartbeat("r1", 2, "a"))
+    await store.publish(batch("r1", 3, stored("b")))
+    assert await store.match(TENANT, chain("ab")) == {"r1": 2, "r2": 2}
 
 
-async def test_whoever_names_the_same_namespace_shares_one_actor(own_settings: IndexSettings) -> None:
-    one, other, stranger = ActorStore(own_settings), ActorStore(own_settings), ActorStore(SETTINGS)
-    # At once, so that both try to make it.
-    await asyncio.gather(one.publish_inventory(inventory("r1", 1, stored("a"))), other.match(()))
-    assert await other.match(chain("a")) == {"r1": 1}
-    assert await stranger.match(chain("a")) == {}
+async def test_a_store_that_holds_something_else_than_the_replica_says_so_until_an_inventory(store: IndexStore) -> None:
+    await store.publish_inventory(inventory("r1", 1, stored("ab")))
+    await store.publish(batch("r1", 2, stored("c", OTHER_TENANT), removed("a")))
+    await store.heartbeat(heartbeat("r1", 2, "bc"))
+    for held in ("b", "bcd", "bd"):
+        with pytest.raises(DriftError) as caught:
+            await store.heartbeat(heartbeat("r1", 2, held))
+        assert (caught.value.replica_id, caught.value.num_blocks_held, caught.value.num_blocks_stored) == (
+            "r1",
+            len(held),
+            2,
+        )
+    await store.publish_inventory(inventory("r1", 3, stored("bd")))
+    await store.heartbeat(heartbeat("r1", 3, "bd"))
 
 
-async def retried(call: Callable[[], Awaitable[None]]) -> None:
-    """Call until the store is there: an actor's name may outlive it for a moment, of which Ray tells nobody."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            try:
-                return await call()
-            except StoreUnavailableError:
-                await asyncio.sleep(0.02)
-
-
-async def test_a_lost_actor_is_made_anew_with_a_new_life_and_nothing_in_it(own_settings: IndexSettings) -> None:
-    store, follower = ActorStore(own_settings), ActorStore(own_settings)
+async def test_a_heartbeat_after_another_batch_than_the_stores_is_a_gap(store: IndexStore) -> None:
     await store.publish_inventory(inventory("r1", 1, stored("a")))
-    cursor = await head(follower)
-    waiting = asyncio.create_task(follower.read(cursor, PATIENCE_S))
-    await asyncio.sleep(0)
-    ray.kill(ray.get_actor("warmroute-index", namespace=own_settings.namespace))
-    with pytest.raises(StoreUnavailableError):
-        await waiting
-    with pytest.raises(StoreUnavailableError):
-        await store.heartbeat("r1", 1)
-    with pytest.raises(UnknownReplicaError):
-        await retried(lambda: store.heartbeat("r1", 1))
-    news = await follower.read(cursor, PATIENCE_S)
-    assert (news.items, news.is_snapshot) == ((), True)
-    assert news.cursor.life != cursor.life
-    await store.publish_inventory(inventory("r1", 2, stored("a")))
-    assert await follower.match(chain("a")) == {"r1": 1}
+    for seq in (0, 2):
+        with pytest.raises(SequenceGapError):
+            await store.heartbeat(heartbeat("r1", seq, "a"))
+    await store.heartbeat(heartbeat("r1", 1, "a"))
+
+
+async def test_a_purge_takes_one_tenant_and_every_replica_hears_of_it_until_it_says_so(store: IndexStore) -> None:
+    for name in ("r1", "r2"):
+        await store.publish_inventory(inventory(name, 1, stored("ab"), stored("c", OTHER_TENANT)))
+    before = await store.heartbeat(heartbeat("r1", 1, "abc"))
+    assert before.purged == ()
+    cursor = await head(store)
+    assert await store.purge(TENANT) == 2
+    assert (await store.read(cursor, PATIENCE_S)).items == (TenantPurge(TENANT),)
+    assert await store.match(TENANT, chain("ab")) == {}
+    assert await store.match(OTHER_TENANT, chain("c")) == {"r1": 1, "r2": 1}
+    cursor = await head(store)
+    # It still holds what was purged, and is no drift, nor anybody's news, until it has heard of it.
+    told = await store.heartbeat(heartbeat("r1", 1, "abc", num_purges_seen=before.num_purges))
+    assert told.purged == (TENANT,)
+    assert (await store.read(cursor, 0.0)).items == ()
+    await store.publish(batch("r1", 2, removed("ab")))
+    after = await store.heartbeat(heartbeat("r1", 2, "c", num_purges_seen=told.num_purges))
+    assert after == Notices(told.num_purges)
+    assert await store.purge(TENANT) == 0
+
+
+async def test_a_process_that_is_new_hears_of_no_old_purge(store: IndexStore) -> None:
+    await store.purge(TENANT)
+    await store.publish_inventory(inventory("r1", 1, stored("a")))
+    fresh = await store.heartbeat(heartbeat("r1", 1, "a"))
+    assert fresh.purged == ()
+    # Nor one that remembers more purges than there were: this store lost its data.
+    seen = await store.heartbeat(heartbeat("r1", 1, "a", num_purges_seen=fresh.num_purges + 7))
+    assert seen == Notices(fresh.num_purges)
+
+
+async def test_replicas_hear_under_which_identities_gateways_hash(store: IndexStore) -> None:
+    await store.publish_inventory(inventory("r1", 1))
+    other = dataclasses.replace(IDENTITY, chat_template="sha256:89ab", adapter="")
+    for identity in (IDENTITY, other, IDENTITY):
+        await store.announce(identity)
+    notices = await store.heartbeat(heartbeat("r1", 1))
+    assert len(notices.identities) == 2
+    assert set(notices.identities) == {IDENTITY, other}
+
+
+async def test_the_stats_count_by_replica_and_by_tenant(store: IndexStore) -> None:
+    await store.publish_inventory(inventory("r1", 4, stored("ab"), stored("c", OTHER_TENANT)))
+    await store.publish_inventory(inventory("r2", 1, stored("bd")))
+    await store.publish(batch("r2", 2, removed("d")))
+    stats = await store.stats()
+    by_replica = {item.registration.replica_id: item for item in stats.replicas}
+    assert {name: (item.num_blocks, item.seq) for name, item in by_replica.items()} == {"r1": (3, 4), "r2": (1, 2)}
+    assert by_replica["r1"].registration == registration("r1")
+    assert all(0.0 < item.lease_left_s <= SETTINGS.lease_s for item in stats.replicas)
+    assert {item.tenant: (item.num_blocks, item.num_copies) for item in stats.tenants if item.num_copies} == {
+        TENANT: (2, 3),
+        OTHER_TENANT: (1, 1),
+    }
+    assert stats.version == (await head(store)).version
+    assert stats.description == await store.describe() != ""

@@ -66,11 +66,48 @@ def test_a_model_folder_that_is_not_there_ends_the_start_with_one_sentence(tmp_p
 
 
 @pytest.mark.parametrize(
-    "arguments", [("serve", "--prot", "1"), ("serve", "--device", "tpu"), ("server",), (), ("demo", "--questions", "0")]
+    "arguments",
+    [
+        ("serve", "--prot", "1"),
+        ("serve", "--device", "tpu"),
+        ("server",),
+        (),
+        ("demo", "--questions", "0"),
+        ("index",),
+        ("index", "state"),
+        ("index", "purge"),
+        ("index", "purge", "--key", "12"),
+        ("index", "purge", "acme", "--key", "00112233445566778899aabbccddeeff"),
+    ],
 )
 def test_bad_usage_is_one_sentence_and_exit_code_2(arguments: tuple[str, ...]) -> None:
     line = assert_one_sentence(warmroute(*arguments), exit_code=2)
     assert "--help" in line
+
+
+def test_a_misspelt_flag_does_not_show_the_password_that_it_holds() -> None:
+    line = assert_one_sentence(warmroute("serve", "--redis_url=redis://me:hunter2@redis:6379"), exit_code=2)
+    assert "--redis_url=redis://" in line
+    assert "hunter2" not in line
+
+
+@pytest.mark.parametrize("command", [("serve",), ("index", "stats")])
+def test_a_wrong_scheme_is_named_without_the_password_of_the_url(command: tuple[str, ...]) -> None:
+    line = assert_one_sentence(warmroute(*command, "--redis-url", "http://me:hunter2@redis:6379"))
+    assert line.startswith("warmroute: setting index.redis_url: a Redis URL begins with one of redis, ")
+    assert "hunter2" not in line
+
+
+def test_an_index_without_a_cluster_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    line = assert_one_sentence(warmroute("index", "check", "--address", address))
+    assert line == f"warmroute: no Ray cluster answers at {address}: connection refused"
+
+
+def test_the_exit_codes_of_the_check_are_in_its_help() -> None:
+    done = warmroute("index", "check", "--help")
+    assert "3 a replica differs" in " ".join(done.stdout.split())
 
 
 def test_the_version_is_that_of_the_distribution() -> None:

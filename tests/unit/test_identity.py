@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_index.identity import DIGEST_BYTES, CacheIdentity, chain_root, scope_key
+from cache_index.identity import DIGEST_BYTES, CacheIdentity, chain_root, scope_key, tenant_key, tenant_of
 from tests.index_examples import IDENTITY
 
 FIELDS = [field.name for field in dataclasses.fields(CacheIdentity)]
@@ -75,6 +75,19 @@ def test_a_tenants_scope_needs_the_secret() -> None:
     assert scope_key(SECRET, "acme") != scope_key(b"another secret", "acme")
     with pytest.raises(ValueError, match="empty"):
         scope_key(b"", "acme")
+
+
+@given(st.tuples(texts, st.none() | texts))
+def test_a_scope_names_its_tenant_and_a_salt_comes_after(whose: tuple[str, str | None]) -> None:
+    scope = scope_key(SECRET, *whose)
+    assert tenant_of(scope) == tenant_key(SECRET, whose[0])
+    assert len(scope) == DIGEST_BYTES * (1 if whose[1] is None else 2)
+
+
+def test_the_same_salt_of_two_tenants_has_nothing_in_common() -> None:
+    one, other = scope_key(SECRET, "acme", "salt"), scope_key(SECRET, "apex", "salt")
+    assert one[:DIGEST_BYTES] != other[:DIGEST_BYTES]
+    assert one[DIGEST_BYTES:] != other[DIGEST_BYTES:]
 
 
 @given(st.tuples(texts, st.none() | texts), st.tuples(texts, st.none() | texts))

@@ -21,6 +21,7 @@ MAY_IMPORT = {
 # The thin files that adapt to Ray; everything else is plain Python that a test can drive without a cluster.
 RAY_ADAPTERS = {
     "cache_index/actor_store.py",
+    "cache_index/metrics.py",
     "replicas/replica.py",
     "router/api/gateway.py",
     "router/routing/prefix_router.py",

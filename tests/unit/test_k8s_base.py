@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jsonschema
 import kubernetes_validate
@@ -334,6 +335,41 @@ def test_the_application_accepts_its_arguments_and_its_environment(objects: list
     )
 
 
+def redis_address_problems(objects: list[Object]) -> list[str]:
+    """Whether the index's address is that of a Service here, and its password the one that Redis is started with."""
+    index = app_settings(AppSettings.model_validate(application_args(objects)), application_environment(objects)).index
+    problems = []
+    if index.redis_url is None:
+        return ["the index has no Redis"]
+    address = urlsplit(index.redis_url.get_secret_value())
+    if address.port not in service_ports(objects).get(address.hostname or "", set()):
+        problems.append(f"there is no Service {address.hostname} with port {address.port}")
+    if address.password is not None or "redis_password" in application_args(objects)["index"]:
+        problems.append("a password stands in the serve config")
+    redis = only(objects, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]
+    [asked] = [env["valueFrom"] for env in redis["env"] if env["name"] == "REDISCLI_AUTH"]
+    for container in ray_containers(objects):
+        given = [env.get("valueFrom") for env in container["env"] if env["name"] == "WARMROUTE_INDEX__REDIS_PASSWORD"]
+        if given != [asked] or index.redis_password is None:
+            problems.append(f"{container['name']} is not given the password of Redis")
+    return problems
+
+
+def test_the_index_is_on_the_redis_of_the_base(objects: list[Object]) -> None:
+    assert redis_address_problems(objects) == []
+
+
+def test_redis_evicts_nothing_keeps_nothing_on_disk_and_fits_its_container(objects: list[Object]) -> None:
+    template = only(objects, "StatefulSet")["spec"]["template"]["spec"]
+    lines = only(objects, "ConfigMap")["data"]["redis.conf"].splitlines()
+    options = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
+    assert options["maxmemory-policy"] == "noeviction"
+    assert (options["save"], options["appendonly"]) == ('""', "no")
+    assert "volumeClaimTemplates" not in only(objects, "StatefulSet")["spec"]
+    limit = template["containers"][0]["resources"]["limits"]["memory"]
+    assert int(options["maxmemory"].removesuffix("mb")) <= 0.75 * int(limit.removesuffix("Mi"))
+
+
 def test_an_engine_asks_for_no_more_than_its_worker_has(objects: list[Object]) -> None:
     limits = ray_containers(objects)[1]["resources"]["limits"]
     engine = application_args(objects)["engine"]
@@ -474,8 +510,9 @@ def test_a_worker_that_serves_on_another_port_is_seen() -> None:
 
 
 def test_a_missing_key_of_a_secret_is_seen() -> None:
-    problems = reference_problems(broken(lambda objects: only(objects, "Secret")["data"].pop("WARMROUTE_SECRET")))
-    assert set(problems) == {f"{where}: Secret warmroute has no key WARMROUTE_SECRET" for where in ("head", "cpu")}
+    for key, users in (("WARMROUTE_SECRET", ("head", "cpu")), ("redis-password", ("head", "cpu", "warmroute-redis"))):
+        problems = reference_problems(broken(lambda objects, key=key: only(objects, "Secret")["data"].pop(key)))
+        assert set(problems) == {f"{where}: Secret warmroute has no key {key}" for where in users}
 
 
 def test_a_secret_whose_hashed_name_did_not_reach_the_ray_service_is_seen(tmp_path: Path) -> None:
@@ -507,9 +544,29 @@ def test_an_import_path_that_leads_nowhere_and_an_unknown_key_are_seen() -> None
 def test_a_variable_that_ray_does_not_read_is_seen() -> None:
     def misspell(objects: list[Object]) -> None:
         for container in ray_containers(objects):
-            container["env"][1]["name"] = "RAY_SERVE_THROUGHPUT_OPTIMISED"
+            for env in container["env"]:
+                env["name"] = env["name"].replace("OPTIMIZED", "OPTIMISED")
 
     assert environment_problems(broken(misspell)) == ["Ray doesn't read RAY_SERVE_THROUGHPUT_OPTIMISED"]
+
+
+def test_an_index_that_nobody_answers_for_is_seen() -> None:
+    def move(objects: list[Object]) -> None:
+        spec = only(objects, "RayService")["spec"]
+        spec["serveConfigV2"] = spec["serveConfigV2"].replace("warmroute-redis:6379", ":hunter2@redis:6380")
+
+    assert redis_address_problems(broken(move)) == [
+        "there is no Service redis with port 6380",
+        "a password stands in the serve config",
+    ]
+
+
+def test_a_worker_without_the_password_of_redis_is_seen() -> None:
+    def forget(objects: list[Object]) -> None:
+        worker = ray_containers(objects)[1]
+        worker["env"] = [env for env in worker["env"] if env["name"] != "WARMROUTE_INDEX__REDIS_PASSWORD"]
+
+    assert redis_address_problems(broken(forget)) == ["ray-worker is not given the password of Redis"]
 
 
 def test_a_worker_without_a_variable_of_the_head_is_seen() -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
+import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,13 +14,13 @@ import pytest
 from cache_index.blocks import BlockChain, BlockHash, PromptBlocks
 from cache_index.embedded import EmbeddedStore
 from cache_index.errors import StoreUnavailableError
-from cache_index.events import BlocksStored, Event, EventBatch, Inventory
+from cache_index.events import BlocksStored, Digest, Event, EventBatch, Heartbeat, Inventory
 from cache_index.settings import IndexSettings
-from cache_index.store import Departure
+from cache_index.store import Departure, Notices
 from replicas import publisher as publisher_module
 from replicas.kv.block_pool import BlockPool
 from replicas.publisher import EventPublisher
-from tests.index_examples import SCOPE, chain, inventory, registration, removed, stored
+from tests.index_examples import IDENTITY, OTHER_TENANT, TENANT, chain, inventory, registration, removed, stored
 
 PATIENCE_S = 30.0
 SETTINGS = IndexSettings(
@@ -39,6 +41,8 @@ class Line:
         self.is_down = False
         self.said: list[EventBatch | Inventory] = []
         self.num_heartbeats = 0
+        self.heard: list[Notices] = []
+        self.is_closed = False
         self.faults: Callable[[], str | None] = lambda: "before" if self.is_down else None
         # Set after every call; whoever waits for an effect looks again then.
         self.called = asyncio.Event()
@@ -49,29 +53,35 @@ class Line:
     async def publish_inventory(self, inventory: Inventory) -> None:
         await self._call(lambda: self.store.publish_inventory(inventory), inventory)
 
-    async def heartbeat(self, replica_id: str, epoch: int) -> None:
+    async def heartbeat(self, heartbeat: Heartbeat) -> Notices:
         self.num_heartbeats += 1
-        await self._call(lambda: self.store.heartbeat(replica_id, epoch))
+        notices: Notices = await self._call(lambda: self.store.heartbeat(heartbeat))
+        self.heard.append(notices)
+        return notices
 
     async def deregister(self, replica_id: str, epoch: int) -> None:
         await self._call(lambda: self.store.deregister(replica_id, epoch))
 
-    async def match(self, block_hashes: Any) -> Any:
+    async def close(self) -> None:
+        self.is_closed = True
+
+    async def match(self, *question: Any) -> Any:
         raise AssertionError("a publisher does not ask")
 
-    read = match
+    read = announce = purge = describe = stats = match
 
-    async def _call(self, call: Callable[[], Any], item: EventBatch | Inventory | None = None) -> None:
+    async def _call(self, call: Callable[[], Any], item: EventBatch | Inventory | None = None) -> Any:
         fault = self.faults()
         try:
             if fault == "before":
                 raise StoreUnavailableError("the line is down")
             await asyncio.sleep(0)  # A call to a store somewhere else gives the loop away.
-            await call()
+            answer = await call()
             if item is not None:
                 self.said.append(item)
             if fault == "after":
                 raise StoreUnavailableError("the answer was lost")
+            return answer
         finally:
             self.called.set()
 
@@ -97,7 +107,7 @@ class Replica:
     def __init__(self, line: Line, *, epoch: int = 1, settings: IndexSettings = SETTINGS) -> None:
         self.pool = BlockPool(num_blocks=40, block_size=2)
         self.thread = ThreadPoolExecutor(1)
-        self.publisher = EventPublisher(line, registration("r1", epoch), settings, self._take_blocks)
+        self.publisher = EventPublisher(line, registration("r1", epoch), settings, self)
 
     async def serve(self, *prompts: list[int]) -> None:
         """Cache prompts, evicting others where necessary, and tell the publisher; in the engine's thread."""
@@ -116,9 +126,9 @@ class Replica:
     def serve_here(self, *prompts: list[int]) -> None:
         self._serve(prompts)
 
-    def _serve(self, prompts: tuple[list[int], ...]) -> None:
+    def _serve(self, prompts: tuple[list[int], ...], scope: bytes = TENANT) -> None:
         for prompt in prompts:
-            blocks = PromptBlocks.build(prompt, block_size=2, root=b"r" * 16, fingerprint=b"f" * 16, scope=SCOPE)
+            blocks = PromptBlocks.build(prompt, block_size=2, root=b"r" * 16, fingerprint=b"f" * 16, scope=scope)
             chain = BlockChain(blocks)
             held = list(self.pool.match(chain).block_ids)
             self.pool.attach(held)
@@ -134,13 +144,46 @@ class Replica:
         if events:
             self.publisher.push(events)
 
-    async def _take_blocks(self, before: Callable[[], None]) -> tuple[BlocksStored, ...]:
+    async def take_blocks(self, before: Callable[[], None]) -> tuple[BlocksStored, ...]:
         def take() -> tuple[BlocksStored, ...]:
             self._flush()
             before()
             return self.pool.inventory()
 
         return await asyncio.get_running_loop().run_in_executor(self.thread, take)
+
+    async def take_digest(self, before: Callable[[], None]) -> Digest:
+        def take() -> Digest:
+            self._flush()
+            before()
+            return self.pool.digest
+
+        return await asyncio.get_running_loop().run_in_executor(self.thread, take)
+
+    async def drop_tenants(self, tenants: Sequence[bytes]) -> None:
+        def drop() -> None:
+            for tenant in tenants:
+                self.pool.purge(tenant)
+            self._flush()
+
+        await asyncio.get_running_loop().run_in_executor(self.thread, drop)
+
+
+class Said:
+    """Holdings that are whatever a test says, with no pool behind them."""
+
+    def __init__(
+        self, take_blocks: Callable[[Callable[[], None]], Awaitable[tuple[BlocksStored, ...]]], held: str
+    ) -> None:
+        self.take_blocks = take_blocks
+        self._digest = Digest.of(chain(held))
+
+    async def take_digest(self, before: Callable[[], None]) -> Digest:
+        before()
+        return self._digest
+
+    async def drop_tenants(self, tenants: Sequence[bytes]) -> None:
+        raise AssertionError("nothing was purged")
 
 
 @contextlib.asynccontextmanager
@@ -270,15 +313,17 @@ async def test_an_answer_that_was_lost_applies_nothing_twice(line: Line, replica
 async def test_more_pending_blocks_than_are_kept_become_an_inventory(
     line: Line, num_blocks: int, overflows: bool
 ) -> None:
-    pool = (stored([f"block {number}" for number in range(num_blocks + 1)]),)
+    pool = (stored("abc"),)
 
     async def take_blocks(before: Callable[[], None]) -> tuple[BlocksStored, ...]:
         before()
         return pool
 
-    publisher = EventPublisher(line, registration("r1"), SETTINGS, take_blocks)
+    # One heartbeat, after the inventory, and none among the events.
+    settings = SETTINGS.model_copy(update={"heartbeat_interval_s": 3_600.0})
+    publisher = EventPublisher(line, registration("r1"), settings, Said(take_blocks, "abc"))
     task = asyncio.create_task(publisher.run())
-    await line.until(lambda: bool(line.said))
+    await line.until(lambda: len(line.heard) == 1)
     events: list[Event] = [stored([f"new {number}"]) for number in range(num_blocks)]
     publisher.push(tuple(events[:20]))
     publisher.push(tuple(events[20:]))
@@ -287,6 +332,7 @@ async def test_more_pending_blocks_than_are_kept_become_an_inventory(
     await line.until(lambda: len(line.said) == 2)
     if overflows:
         assert line.said[1] == Inventory(registration("r1"), 2, pool)
+        await line.until(lambda: len(line.heard) == 2)
     else:
         assert line.said[1] == EventBatch("r1", 1, 2, tuple(events))
     # And it goes on with events.
@@ -303,7 +349,7 @@ class DropsWhatIsPendingTooLate(EventPublisher):
 
     async def _publish_inventory(self) -> None:
         self._seq += 1
-        blocks = await self._take_blocks(lambda: None)
+        blocks = await self._holdings.take_blocks(lambda: None)
         self._drop_pending()
         await self._store.publish_inventory(Inventory(self._registration, self._seq, blocks))
         self._needs_inventory = False
@@ -323,7 +369,7 @@ async def test_an_event_after_the_inventory_was_taken_is_published_and_one_befor
             await asyncio.to_thread(publisher.push, (stored("c"),))
         return (stored("a"),)
 
-    publisher = publisher_class(line, registration("r1"), SETTINGS, take_blocks)
+    publisher = publisher_class(line, registration("r1"), SETTINGS, Said(take_blocks, "abc"))
     task = asyncio.create_task(publisher.run())
     await line.until(lambda: line.num_heartbeats >= 2)
     assert line.held() == set(chain(held))
@@ -336,9 +382,9 @@ async def test_a_replica_that_ends_signs_off(line: Line) -> None:
     replica = Replica(line)
     async with publishing(replica):
         await line.until(lambda: bool(line.said))
-        assert line.store._index.replica_ids == {"r1"}
+        assert line.store._index.registrations.keys() == {"r1"}
         cursor = (await line.store.read(None, 0.0)).cursor
-    assert line.store._index.replica_ids == frozenset()
+    assert line.store._index.registrations.keys() == set()
     assert (await line.store.read(cursor, 0.0)).items == (Departure("r1", 1),)
 
 
@@ -347,7 +393,7 @@ async def test_a_replica_that_ends_while_the_store_is_away_ends_all_the_same(lin
     async with publishing(replica):
         await line.until(lambda: bool(line.said))
         line.is_down = True
-    assert line.store._index.replica_ids == {"r1"}
+    assert line.store._index.registrations.keys() == {"r1"}
 
 
 async def test_a_replica_whose_id_another_life_took_falls_silent(line: Line, replica: Replica) -> None:
@@ -406,3 +452,102 @@ async def test_whatever_fails_and_when_the_store_ends_up_with_what_the_pool_hold
         await replica.serve([1, 1, 1, 1], [2, 2, 2])
         await line.until(lambda: line.held() == replica.held())
         line.store.check_invariants()
+
+
+@pytest.mark.parametrize("fault", ["a block is lost", "a block is invented"])
+async def test_a_store_that_holds_something_else_is_repaired_with_the_next_heartbeat(
+    line: Line, replica: Replica, fault: str
+) -> None:
+    await replica.serve([1, 2, 3, 4])
+    await line.until(lambda: line.held() == replica.held() != set())
+    holders, [bit] = line.store._index._holders, line.store._index._replica_ids
+    if fault == "a block is lost":
+        holders.remove(TENANT, [next(iter(replica.held()))], bit)
+    else:
+        holders.store(TENANT, chain("x"), bit)
+    assert line.held() != replica.held()
+    await line.until(lambda: line.held() == replica.held())
+    assert (replica.publisher.num_drifts, replica.publisher.num_losses) == (1, 0)
+    assert isinstance(line.said[-1], Inventory)
+
+
+async def test_a_store_that_drifts_again_and_again_is_not_repaired_faster_than_heartbeats(line: Line) -> None:
+    async def take_blocks(before: Callable[[], None]) -> tuple[BlocksStored, ...]:
+        before()
+        return (stored("a"),)
+
+    # It says that it holds another block than its inventory does, so no inventory ever helps.
+    publisher = EventPublisher(line, registration("r1"), SETTINGS, Said(take_blocks, "b"))
+    task = asyncio.create_task(publisher.run())
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    await line.until(lambda: publisher.num_drifts == 5)
+    assert loop.time() - began_s >= 3 * SETTINGS.heartbeat_interval_s
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_busy_replica_says_what_it_holds_too(line: Line, replica: Replica) -> None:
+    num_heard = len(line.heard)
+    number = 0
+    while len(line.heard) < num_heard + 3:
+        await replica.serve([number, number])
+        number += 1
+    assert replica.publisher.num_drifts == 0
+    assert any(isinstance(item, EventBatch) for item in line.said)
+
+
+async def test_what_a_store_does_to_a_replica_is_counted(line: Line, replica: Replica) -> None:
+    publisher = replica.publisher
+    await line.until(lambda: len(line.heard) > 0)
+    assert (publisher.num_inventories, publisher.num_losses, publisher.num_drifts) == (1, 0, 0)
+    line.store = EmbeddedStore(SETTINGS)
+    await line.until(lambda: publisher.num_inventories == 2)
+    assert (publisher.num_losses, publisher.num_drifts, publisher.degraded_reason) == (1, 0, None)
+    line.is_down = True
+    await line.until(lambda: publisher.degraded_reason is not None)
+    assert publisher.degraded_reason == "the line is down"
+    line.is_down = False
+    num_heard = len(line.heard)
+    await line.until(lambda: len(line.heard) > num_heard + 1)
+    assert publisher.degraded_reason is None
+
+
+async def test_a_purged_tenant_is_dropped_by_the_replica_and_no_other_is(line: Line, replica: Replica) -> None:
+    def serve_other() -> None:
+        replica._serve(([7, 8],), OTHER_TENANT)
+
+    await replica.serve([1, 2, 3, 4])
+    await asyncio.get_running_loop().run_in_executor(replica.thread, serve_other)
+    await line.until(lambda: line.held() == replica.held() and len(replica.held()) == 3 and len(line.heard) > 0)
+    assert await line.store.purge(TENANT) == 2
+    await line.until(lambda: any(notices.purged == (TENANT,) for notices in line.heard))
+    num_heard = len(line.heard)
+    await line.until(lambda: len(line.heard) > num_heard)
+    assert {part.tenant for part in replica.pool.inventory()} == {OTHER_TENANT}
+    assert line.held() == replica.held() != set()
+    assert replica.publisher.num_drifts == 0
+    # It hears of it once, and what it caches of that tenant afterwards stays.
+    await replica.serve([1, 2])
+    num_heard = len(line.heard)
+    await line.until(lambda: len(line.heard) > num_heard + 2)
+    assert len(replica.held()) == 2
+
+
+@pytest.mark.parametrize("field", ["weights", "config", "dtype", "kv_dtype", "attention", "tokenizer", "block_size"])
+async def test_a_replica_says_in_what_a_gateways_identity_differs_and_when_it_no_longer_does(
+    line: Line, replica: Replica, caplog: pytest.LogCaptureFixture, field: str
+) -> None:
+    caplog.set_level(logging.INFO, "replicas.parity")
+    await line.store.announce(IDENTITY)
+    other = dataclasses.replace(IDENTITY, **{field: 32 if field == "block_size" else "another"})
+    await line.store.announce(other)
+    await line.until(lambda: replica.publisher.parity.differing == {other: (field,)})
+    num_heard = len(line.heard)
+    await line.until(lambda: len(line.heard) > num_heard + 2)
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [field in record.getMessage() for record in warnings] == [True], "said once, and not of the same identity"
+    line.store = EmbeddedStore(SETTINGS)
+    await line.until(lambda: replica.publisher.parity.differing == {})
+    assert field in caplog.messages[-1]

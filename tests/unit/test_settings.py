@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from deploy.errors import SettingsError
 from deploy.settings import AppSettings, Settings, app_settings, load_settings
@@ -122,6 +122,62 @@ def test_a_secret_is_shown_neither_in_print_nor_in_an_error() -> None:
     with pytest.raises(SettingsError, match="setting secret") as caught:
         load_settings({}, environ={"WARMROUTE_SECRET": "short horse"})
     assert "horse" not in str(caught.value)
+
+
+def test_the_index_is_reached_by_file_environment_and_flag_as_every_setting(tmp_path: Path) -> None:
+    config = write(tmp_path, "index: {redis_url: 'redis://file', redis_username: reader, lease_s: 30}\n")
+    environ = {"WARMROUTE_INDEX__REDIS_URL": "redis://environment", "WARMROUTE_INDEX__REDIS_PASSWORD": "{hunter2"}
+
+    index = load_settings({"index.redis_url": "redis://flag"}, config, environ).index
+    assert index.redis_url == SecretStr("redis://flag")
+    assert index.redis_password == SecretStr("{hunter2"), "a password may look like JSON"
+    assert (index.redis_username, index.lease_s) == ("reader", 30)
+    assert load_settings({}, config, environ).index.redis_url == SecretStr("redis://environment")
+    assert load_settings({}, config, {}).index.redis_url == SecretStr("redis://file")
+    assert load_settings({}, environ={}).index.redis_url is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "text"),
+    [
+        ({"index.redis_url": "http://me:hunter2@redis:6379"}, {}, ""),
+        ({}, {"WARMROUTE_INDEX__REDIS_URL": "me:hunter2@redis"}, ""),
+        ({}, {"WARMROUTE_INDEX": '{"redis_url": "me:hunter2@redis"}'}, ""),
+        ({}, {"WARMROUTE_INDEX": '{"redis_password": "hunter2"'}, ""),
+        ({}, {"WARMROUTE_INDEX": '{"redis_password": "hunter2", "lease_s": 1}'}, ""),
+        ({}, {}, "index: {redis_password: [hunter2]}"),
+        ({}, {}, "index: {redis_password: [hunter2}"),
+        ({}, {}, "index: {redis_password: *hunter2}"),
+        ({}, {}, "index: {redis_password: !hunter2 x}"),
+        ({}, {}, "index: hunter2"),
+    ],
+)
+def test_no_error_of_the_settings_holds_a_secret_nor_does_its_cause(
+    flags: dict[str, str], environ: dict[str, str], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(flags, write(tmp_path, text), environ)
+    assert "hunter2" not in str(caught.value)
+    # Ray Serve logs tracebacks of a build that fails; they hold the settings' own complaint, not what is in a file.
+    cause = caught.value.__cause__
+    if isinstance(cause, ValidationError):
+        assert "hunter2" not in str(cause)
+
+
+def test_the_args_of_a_serve_config_refuse_a_url_without_showing_it() -> None:
+    with pytest.raises(ValidationError, match="redis_url") as caught:
+        AppSettings.model_validate({"index": {"redis_url": "http://me:hunter2@redis:6379"}})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_what_is_no_secret_is_shown_at_any_depth() -> None:
+    with pytest.raises(SettingsError, match=r"setting index\.lease_s: .* \(got 'long'\)"):
+        load_settings({}, environ={"WARMROUTE_INDEX__LEASE_S": "long"})
+
+
+def test_a_file_that_is_not_yaml_is_named_with_the_place(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="is not YAML: see line 2, column 8"):
+        load_settings({}, write(tmp_path, "port: 1\nhost: a: b\n"), {})
 
 
 @pytest.mark.parametrize(

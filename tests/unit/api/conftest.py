@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from cache_index.identity import CacheIdentity
 from cache_index.messages import FinishReason, GenerationChunk, GenerationRequest, ModelCard, Refusal
 from router.api.app import build_api
+from router.index_link import IndexLink
 from router.settings import GatewaySettings
 from tests.unit.api.answers import MAX_MODEL_LEN, MODEL
 
@@ -140,7 +141,7 @@ async def make_api(replicas: ScriptedReplicas) -> AsyncIterator[Callable[..., Aw
     async with contextlib.AsyncExitStack() as running:
 
         async def make(**settings: Any) -> FastAPI:
-            app = await build_api(replicas, GatewaySettings(**settings), SECRET)
+            app = await build_api(replicas, GatewaySettings(**settings), SECRET, IndexLink())
             await running.enter_async_context(app.router.lifespan_context(app))
             return app
 

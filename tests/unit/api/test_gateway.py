@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from router.api.app import build_api
 from router.errors import NoReplicaError
+from router.index_link import IndexLink
 from router.settings import GatewaySettings
 from tests.unit.api.answers import CHAT, COMPLETION, MODEL, assert_is_error
 
@@ -101,7 +102,7 @@ async def test_errors_carry_the_request_id_too(http: httpx.AsyncClient) -> None:
 
 
 async def test_the_id_is_left_to_a_server_that_sends_it_itself(replicas: Any) -> None:
-    app = await build_api(replicas, GatewaySettings(), "s", echo_request_id=False)
+    app = await build_api(replicas, GatewaySettings(), "s", IndexLink(), echo_request_id=False)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway") as http:
         assert "x-request-id" not in (await http.get("/v1/models")).headers
 
@@ -160,7 +161,7 @@ async def test_the_gateway_waits_for_a_first_replica(replicas: Any) -> None:
         return replicas.card
 
     replicas.described = later
-    await build_api(replicas, GatewaySettings(describe_interval_s=0.001), "s")
+    await build_api(replicas, GatewaySettings(describe_interval_s=0.001), "s", IndexLink())
     assert replicas.num_described == 3
 
 
@@ -170,4 +171,4 @@ async def test_it_waits_only_so_long(replicas: Any) -> None:
 
     replicas.described = no_answer
     with pytest.raises(NoReplicaError, match="within"):
-        await build_api(replicas, GatewaySettings(startup_timeout_s=0.05, describe_timeout_s=0.01), "s")
+        await build_api(replicas, GatewaySettings(startup_timeout_s=0.05, describe_timeout_s=0.01), "s", IndexLink())

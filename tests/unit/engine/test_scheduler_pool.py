@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cache_index.blocks import BlockChain, PromptBlocks
-from cache_index.events import BlocksCleared, BlocksRemoved, BlocksStored
+from cache_index.events import BlocksCleared, BlocksRemoved, BlocksStored, Digest
 from cache_index.identity import chain_root
 from cache_index.messages import SamplingParams
 from replicas.errors import PoolExhaustedError
@@ -24,7 +24,9 @@ from replicas.sequence import Sequence, SequenceState
 BLOCK_SIZE = 4
 NUM_BLOCKS = 14
 MAX_LEN = NUM_BLOCKS * BLOCK_SIZE
-SCOPES = (b"tenant one......", b"tenant two......")
+TENANTS = (b"tenant one......", b"tenant two......")
+# The first tenant has a scope of its own besides, split off by a salt.
+SCOPES = (*TENANTS, TENANTS[0] + b"salt............")
 
 
 def prompt_of(token_ids: list[int], scope: bytes = SCOPES[0]) -> PromptBlocks:
@@ -111,20 +113,30 @@ class SchedulerMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         self.pool.clear()
 
+    @rule(tenant=st.sampled_from(TENANTS))
+    def purge(self, tenant: bytes) -> None:
+        cached = [block_hash for block_hash, owner in self._inventory().items() if owner == tenant]
+        others = {block_hash: owner for block_hash, owner in self._inventory().items() if owner != tenant}
+        assert self.pool.purge(tenant) == len(cached)
+        assert self._inventory() == others
+        assert self.pool.digest == Digest.of(others)
+
+    def _inventory(self) -> dict[bytes, bytes]:
+        return {block_hash: stored.tenant for stored in self.pool.inventory() for block_hash in stored.block_hashes}
+
     @invariant()
     def everything_agrees(self) -> None:
         self.scheduler.check_invariants()
         for event in self.pool.drain_events():
             match event:
-                case BlocksStored(scope, hashes):
-                    self.published.update(dict.fromkeys(hashes, scope))
-                case BlocksRemoved(scope, hashes):
+                case BlocksStored(tenant, hashes):
+                    self.published.update(dict.fromkeys(hashes, tenant))
+                case BlocksRemoved(tenant, hashes):
                     for block_hash in hashes:
-                        assert self.published.pop(block_hash) == scope
+                        assert self.published.pop(block_hash) == tenant
                 case BlocksCleared():
                     self.published.clear()
-        inventory = {h: stored.scope for stored in self.pool.inventory() for h in stored.block_hashes}
-        assert self.published == inventory, "who follows the events knows the inventory"
+        assert self.published == self._inventory(), "who follows the events knows the inventory"
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
