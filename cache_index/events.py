@@ -29,6 +29,7 @@ __all__ = [
     "Inventory",
     "Registration",
     "block_checksum",
+    "num_named",
 ]
 
 # 48 bits, because the sum of two such numbers is still exact in the doubles that Redis's Lua computes with.
@@ -126,6 +127,11 @@ class Digest:
     def __sub__(self, other: "Digest") -> "Digest":
         """The digest of what is left of a set without a part of it."""
         return Digest(self.num_blocks - other.num_blocks, (self.checksum - other.checksum) & _CHECKSUM_MASK)
+
+
+def num_named(event: Event) -> int:
+    """How many blocks an event names."""
+    return 0 if isinstance(event, BlocksCleared) else len(event.block_hashes)
 
 
 def block_checksum(block_hash: BlockHash) -> int:

@@ -3,7 +3,7 @@
 import itertools
 from collections import deque
 
-from .events import BlocksCleared, EventBatch, Inventory
+from .events import EventBatch, Inventory, num_named
 from .store import NewsItem
 
 __all__ = ["NewsLog"]
@@ -57,7 +57,7 @@ class NewsLog:
 def _num_blocks(item: NewsItem) -> int:
     match item:
         case EventBatch():
-            return sum(0 if isinstance(event, BlocksCleared) else len(event.block_hashes) for event in item.events)
+            return sum(num_named(event) for event in item.events)
         case Inventory():
             return sum(len(stored.block_hashes) for stored in item.blocks)
         case _:

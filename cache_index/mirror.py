@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from .blocks import BlockHash
 from .errors import CacheIndexError, SequenceGapError, StaleEpochError, StoreUnavailableError, UnknownReplicaError
-from .events import BlocksCleared, Digest, EventBatch, Heartbeat, Inventory, Registration
+from .events import Digest, EventBatch, Heartbeat, Inventory, Registration, num_named
 from .memory import BLOCKS_PER_STEP, MemoryIndex
 from .settings import IndexSettings
 from .store import Cursor, Departure, IndexStore, News, NewsItem, TenantPurge
@@ -282,4 +282,4 @@ def _num_blocks(item: NewsItem) -> int:
     """Blocks that are applied in one go: an inventory's are not."""
     if not isinstance(item, EventBatch):
         return 0
-    return sum(0 if isinstance(event, BlocksCleared) else len(event.block_hashes) for event in item.events)
+    return sum(num_named(event) for event in item.events)

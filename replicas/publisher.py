@@ -23,7 +23,6 @@ from cache_index.errors import (
     UnknownReplicaError,
 )
 from cache_index.events import (
-    BlocksCleared,
     BlocksStored,
     Digest,
     Event,
@@ -31,6 +30,7 @@ from cache_index.events import (
     Heartbeat,
     Inventory,
     Registration,
+    num_named,
 )
 from cache_index.settings import IndexSettings
 from cache_index.store import IndexStore, Notices
@@ -96,7 +96,8 @@ class EventPublisher:
 
     def push(self, events: tuple[Event, ...]) -> None:
         """Take events, from any thread; never blocks. Past `pending_blocks_max` an inventory replaces them."""
-        num_blocks = sum(1 if isinstance(event, BlocksCleared) else len(event.block_hashes) for event in events)
+        # A clear names none and takes room all the same.
+        num_blocks = sum(max(1, num_named(event)) for event in events)
         with self._lock:
             was_empty = not self._pending
             if self._num_pending_blocks + num_blocks > self._settings.pending_blocks_max:

@@ -37,6 +37,7 @@ __all__ = [
     "encode_epoch",
     "encode_events",
     "encode_identity",
+    "is_being_cleaned",
 ]
 
 # A generation's name: drawn at random for each inventory, so that no two, of whatever replica and life, have one.
@@ -144,6 +145,13 @@ def decode_slots(table: bytes | None) -> dict[int, bytes]:
     tokens = (table or b"")[: len(table or b"") // TOKEN_BYTES * TOKEN_BYTES]
     entries = (tokens[at : at + TOKEN_BYTES] for at in range(0, len(tokens), TOKEN_BYTES))
     return {slot: token for slot, token in enumerate(entries) if token not in (_FREE, _CONDEMNED)}
+
+
+def is_being_cleaned(table: bytes | None) -> bool:
+    """Whether slots of a partition are condemned: a clean-up is under way, or was given up."""
+    return table is not None and any(
+        table[at : at + TOKEN_BYTES] == _CONDEMNED for at in range(0, len(table), TOKEN_BYTES)
+    )
 
 
 def decode_digests(slots: Mapping[int, bytes], table: bytes | None) -> dict[bytes, Digest]:

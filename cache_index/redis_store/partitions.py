@@ -15,7 +15,7 @@ from ..blocks import BlockHash
 from ..errors import StoreRefusedError
 from ..events import Digest
 from ..identity import DIGEST_BYTES
-from .codec import TOKEN_BYTES, decode_digests, decode_slots
+from .codec import TOKEN_BYTES, decode_digests, decode_slots, is_being_cleaned
 from .keys import Keys
 from .link import RedisLink
 from .registry import Members
@@ -43,13 +43,15 @@ class PartitionFullError(Exception):
 class PartitionTable:
     """Which generation has which slot in a partition, and what each holds there.
 
-    num_blocks: that are named there, also those of generations that are gone and not cleaned up yet.
+    num_blocks: that are named there, also those of generations that are gone and not cleaned up yet. is_being_cleaned:
+    whether a clean-up is under way, or was given up.
     """
 
     slots: Mapping[int, bytes]
     digests: Mapping[bytes, Digest]
     num_blocks: int
     exists: bool
+    is_being_cleaned: bool
 
 
 @dataclass(slots=True)
@@ -227,4 +229,10 @@ def _parts_of(values: Sequence[bytes], size: int) -> Iterator[Sequence[bytes]]:
 def _table(fields: Sequence[bytes | None], num_fields: int) -> PartitionTable:
     slots = decode_slots(fields[0])
     num_blocks = int(num_fields) - sum(field is not None for field in fields)
-    return PartitionTable(slots, decode_digests(slots, fields[1]), num_blocks, exists=num_fields > 0)
+    return PartitionTable(
+        slots,
+        decode_digests(slots, fields[1]),
+        num_blocks,
+        exists=num_fields > 0,
+        is_being_cleaned=is_being_cleaned(fields[0]),
+    )

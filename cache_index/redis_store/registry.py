@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SequenceGapError, StaleEpochError, UnknownReplicaError
-from ..events import EventBatch, Heartbeat, Inventory, Registration
+from ..events import EventBatch, Heartbeat, Inventory, Registration, num_named
 from ..identity import CacheIdentity
 from ..settings import IndexSettings
 from ..store import Cursor, NewsItem, Notices
@@ -88,13 +88,12 @@ class Registry:
             token.hex(),
             encode_identity(inventory.registration.identity),
             encode_events(inventory.blocks),
-            sum(len(stored.block_hashes) for stored in inventory.blocks),
+            sum(num_named(stored) for stored in inventory.blocks),
         )
         _raise_refusal(answer, inventory.replica_id, inventory.epoch, inventory.seq)
 
     async def batch(self, batch: EventBatch, token: bytes, next_token: bytes) -> None:
         """A batch's blocks are all written. Raises StaleEpochError, UnknownReplicaError or SequenceGapError."""
-        events = encode_events(batch.events)
         answer = await self._run(
             "batch",
             batch.replica_id,
@@ -102,8 +101,8 @@ class Registry:
             batch.seq,
             token.hex(),
             next_token.hex(),
-            events,
-            len(events) // 16,
+            encode_events(batch.events),
+            sum(num_named(event) for event in batch.events),
         )
         _raise_refusal(answer, batch.replica_id, batch.epoch, batch.seq)
 

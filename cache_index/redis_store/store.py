@@ -15,7 +15,7 @@ import secrets
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from ..blocks import BlockHash
 from ..errors import CacheIndexError, DriftError, SequenceGapError, StoreUnavailableError
@@ -106,6 +106,11 @@ class RedisStore:
             return
         _, changes = _outcome(inventory.blocks)
         await self._mark(inventory.replica_id, generation, changes)
+        for tenant, change in changes.items():
+            written, found = Digest.of(change.to_set), (generation.digests or {})[tenant]
+            if written != found:
+                # Its slot, which was nobody's, was not empty.
+                await self._give_up(inventory.replica_id, tenant, written, found)
         await self._registry.commit(inventory, generation.token)
         self._generations[inventory.replica_id] = generation
 
@@ -242,15 +247,30 @@ class RedisStore:
             return
         tables = await self._partitions.tables(tenants)
         for tenant, table in tables.items():
+            if digests[tenant] == Digest():
+                continue
+            if generation.token not in table.slots.values():
+                # The partition was lost, or is being written anew by others.
+                self._generations.pop(replica_id, None)
+                raise DriftError(replica_id, digests[tenant].num_blocks, 0)
             found = table.digests.get(generation.token, Digest())
             if found == digests[tenant] and generation.count_credit > 0 and table.num_blocks <= _COUNTED_BLOCKS_MAX:
                 # The digest is kept beside the blocks. That they are there too is seen only by looking at them.
                 generation.count_credit -= table.num_blocks
                 found = await self._partitions.count(tenant, table, generation.token)
             if found != digests[tenant]:
-                del self._generations[replica_id]
-                raise DriftError(replica_id, digests[tenant].num_blocks, found.num_blocks)
+                await self._give_up(replica_id, tenant, digests[tenant], found)
         await self._partitions.keep(tenants)
+
+    async def _give_up(self, replica_id: str, tenant: bytes, held: Digest, found: Digest) -> NoReturn:
+        """Drop a partition whose blocks are not what was written. Raises DriftError.
+
+        What else in it is wrong nobody knows. So it is dropped, whereupon every replica finds its part of it lost, and
+        writes that anew.
+        """
+        self._generations.pop(replica_id, None)
+        await self._partitions.drop(tenant)
+        raise DriftError(replica_id, held.num_blocks, found.num_blocks)
 
     async def _clean_up(self) -> None:
         """A bounded part of what generations that are gone left behind."""
@@ -281,7 +301,8 @@ class RedisStore:
         for tenant, table in tables.items():
             if not table.exists:
                 await self._registry.unlist_tenant(tenant)
-            elif gone := set(table.slots.values()) - in_use:
+            elif (gone := set(table.slots.values()) - in_use) or table.is_being_cleaned:
+                # One that is under way elsewhere is left alone; one that was given up is taken over.
                 found.append(Cleaning(tenant, sorted(gone)))
         return found
 

@@ -15,7 +15,7 @@ if not slot then
   redis.call('HSET', PARTITION, 'slots', with_entry(slots, 8, slot, token))
   digests = with_entry(digests, 10, slot, NO_BLOCKS)
 end
-local num_blocks, checksum = struct.unpack('<I4I6', digests, slot * 10 + 1)
+local num_blocks, checksum = struct.unpack('<I4I6', entry_of(digests, 10, slot))
 local before = {num_blocks, checksum}
 
 local byte, bit = math.floor(slot / 8) + 1, 2 ^ (slot % 8)

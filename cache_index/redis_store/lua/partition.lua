@@ -29,7 +29,13 @@ local function slot_of(slots, token)
   end
 end
 
--- A table with one entry replaced, or added at its end.
+-- A table with one entry replaced, or added; what should stand before it and doesn't is zeros.
 local function with_entry(entries, width, slot, entry)
+  entries = entries .. string.rep('\0', slot * width - #entries)
   return string.sub(entries, 1, slot * width) .. entry .. string.sub(entries, (slot + 1) * width + 1)
+end
+
+local function entry_of(entries, width, slot)
+  local found = string.sub(entries, slot * width + 1, (slot + 1) * width)
+  return found .. string.rep('\0', width - #found)
 end
