@@ -122,11 +122,12 @@ class RedisLink:
             raise StoreRefusedError(f"{where} lets this user do too little: {_one_line(error)}") from error
         except (exceptions.InvalidResponse, UnicodeDecodeError) as error:
             raise StoreRefusedError(f"what listens at {self._shown_url} does not speak Redis's protocol") from error
-        except exceptions.OutOfMemoryError as error:
-            raise StoreUnavailableError(f"{where} is out of memory (its maxmemory)") from error
         except exceptions.ResponseError as error:
             raise self._of_response(str(error)) from error
-        except (exceptions.RedisError, OSError) as error:
+        # The base of a Cluster's errors is none of the library's others.
+        except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
+            if "Cluster mode is not enabled" in str(error):
+                raise StoreRefusedError(f"{where} is no Cluster; give redis:// instead") from error
             raise StoreUnavailableError(f"{where} can't be reached: {_one_line(error)}") from error
 
     async def _connected(self) -> str:
@@ -163,6 +164,8 @@ class RedisLink:
         # What a script may not do is no error of its own kind: Redis 6 words it so, and 7 as an ACL failure.
         if "The user executing the script" in text or "ACL failure" in text:
             return StoreRefusedError(f"{where} lets this user do too little: {text}")
+        if "command not allowed when used memory" in text:
+            return StoreUnavailableError(f"{where} is out of memory (its maxmemory)")
         if "unknown command" in text.lower():
             return StoreRefusedError(f"{where} lacks a command that the index needs: {text}")
         return StoreUnavailableError(f"{where} failed: {text}")

@@ -169,10 +169,15 @@ class Partitions:
     async def keep(self, tenants: Sequence[bytes]) -> None:
         """These partitions are in use: they are kept, and listed, also where their entry in the list was lost."""
         for part in _parts_of(tenants, _TABLES_PER_CALL):
-            await self._link.commands(
-                ("SADD", self._keys.tenants, *(tenant.hex() for tenant in part)),
+            names = [tenant.hex() for tenant in part]
+            are_listed, *_ = await self._link.commands(
+                ("SMISMEMBER", self._keys.tenants, *names),
                 *(("PEXPIRE", self._keys.partition(tenant), _KEEP_MS) for tenant in part),
             )
+            # Asked first, for a Redis that is full refuses to add even what is there.
+            missing = [name for name, is_listed in zip(names, are_listed, strict=True) if not is_listed]
+            if missing:
+                await self._link.command("SADD", self._keys.tenants, *missing)
 
     async def drop(self, tenant: bytes) -> int:
         """Drop a partition at a cost that does not depend on its size. Returns how many blocks it named."""

@@ -11,6 +11,7 @@ holds too much is said again in the log, where saying it twice changes nothing.
 """
 
 import asyncio
+import logging
 import secrets
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,8 @@ from .partitions import Cleaning, PartitionFullError, Partitions
 from .registry import Registry
 
 __all__ = ["RedisStore"]
+
+logger = logging.getLogger(__name__)
 
 # A waiting reader looks for lapsed leases so often, for when all replicas die nobody else does.
 _TICK_S = 0.5
@@ -279,6 +282,9 @@ class RedisStore:
         self._is_cleaning = True
         try:
             await self._clean_some()
+        except StoreUnavailableError as error:
+            # What the heartbeat is for is done, and what is left waits for the next one.
+            logger.debug("a clean-up was put off: %s", error)
         finally:
             self._is_cleaning = False
 
