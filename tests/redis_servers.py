@@ -60,8 +60,10 @@ def free_port(*, bus: bool = False) -> int:
 class RedisServer:
     """One redis-server process that can be killed, frozen and started again on the same port."""
 
-    def __init__(self, folder: Path, *arguments: str, port: int | None = None) -> None:
+    def __init__(self, folder: Path, *arguments: str, port: int | None = None, config: Path | None = None) -> None:
+        """config: of a Sentinel; None for an ordinary server."""
         self.port = port or free_port()
+        self._config = config
         self.folder = folder
         self._arguments = arguments
         self._process: subprocess.Popen[bytes] | None = None
@@ -92,7 +94,9 @@ class RedisServer:
         self._process = subprocess.Popen(
             [
                 redis_binary(),
-                *("--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
+                *([str(self._config)] if self._config else []),
+                *("--port", str(self.port), "--bind", "127.0.0.1"),
+                *(["--sentinel"] if self._config else ["--save", "", "--appendonly", "no"]),
                 *("--dir", str(self.folder), "--logfile", str(log), *self._arguments),
             ]
         )
@@ -189,3 +193,54 @@ def _until(condition: Callable[[], bool], complaint: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, complaint
         time.sleep(0.02)
+
+
+class WatchedRedis:
+    """A master with one replica, and a Sentinel that promotes it when the master is gone for half a second."""
+
+    NAME = "mymaster"
+
+    def __init__(self, folder: Path) -> None:
+        self._servers: list[RedisServer] = []
+        try:
+            self.master = self._started(RedisServer(folder / "master"))
+            self.replica = self._started(
+                RedisServer(folder / "replica", "--replicaof", "127.0.0.1", str(self.master.port))
+            )
+            config = folder / "sentinel.conf"
+            config.write_text(
+                f"sentinel monitor {self.NAME} 127.0.0.1 {self.master.port} 1\n"
+                f"sentinel down-after-milliseconds {self.NAME} 500\n"
+                f"sentinel failover-timeout {self.NAME} 3000\n"
+            )
+            self.sentinel = self._started(RedisServer(folder / "sentinel", config=config))
+            with self.sentinel.client() as client:
+                _until(lambda: self._knows_replica(client), "the Sentinel did not find the replica")
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def secret_url(self) -> SecretStr:
+        """The URL as the settings have it."""
+        return SecretStr(f"redis+sentinel://127.0.0.1:{self.sentinel.port}/{self.NAME}")
+
+    def stop(self) -> None:
+        for server in self._servers:
+            server.kill()
+
+    def _started(self, server: RedisServer) -> RedisServer:
+        self._servers.append(server)
+        return server
+
+    def _knows_replica(self, client: redis.Redis) -> bool:
+        return any(found["port"] == self.replica.port for found in client.sentinel_slaves(self.NAME))
+
+
+@contextlib.contextmanager
+def watched_redis(folder: Path) -> Iterator[WatchedRedis]:
+    watched = WatchedRedis(folder)
+    try:
+        yield watched
+    finally:
+        watched.stop()
