@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -104,8 +105,6 @@ def measure_mirror(num_blocks: int, num_lookups: int) -> None:
             print(f"  {num_replicas:8}  {chain_blocks:5}  {p50_s * 1e6:6.1f} us {p99_s * 1e6:6.1f} us")
     traffic = Traffic.draw(num_blocks, 64, 64, 1)
     batches = list(traffic.batches())
-    gc.collect()
-    before_bytes = resident_bytes()
     index = MemoryIndex()
     for name in replica_names(64):
         index.replace(Inventory(Registration(name, 1, IDENTITY), 1, ()))
@@ -114,7 +113,6 @@ def measure_mirror(num_blocks: int, num_lookups: int) -> None:
         index.apply(batch)
     took_s = time.perf_counter() - start_s
     num_stored = sum(len(event.block_hashes) for batch in batches for event in batch.events)
-    memory_bytes = resident_bytes() - before_bytes
     start_s = time.perf_counter()
     for batch in batches[: len(batches) // 4]:
         removed = tuple(BlocksRemoved(TENANT, event.block_hashes) for event in batch.events)
@@ -122,8 +120,21 @@ def measure_mirror(num_blocks: int, num_lookups: int) -> None:
     removed_s = time.perf_counter() - start_s
     print(
         f"  applied: {num_stored / took_s:,.0f} stored blocks/s, {num_stored / 4 / removed_s:,.0f} removed blocks/s; "
-        f"{memory_bytes / num_blocks:.0f} bytes/block (the hashes themselves are the caller's)"
+        f"{memory_bytes(batches) / num_blocks:.0f} bytes/block (and 49 for its hash, which the news bring along)"
     )
+
+
+def memory_bytes(batches: Sequence[EventBatch]) -> int:
+    """What an index of these batches takes, besides the hashes in them."""
+    index = MemoryIndex()
+    for name in replica_names(64):
+        index.replace(Inventory(Registration(name, 1, IDENTITY), 1, ()))
+    tracemalloc.start()
+    for batch in batches:
+        index.apply(batch)
+    taken_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return taken_bytes
 
 
 def compare_with_prefix_tree(num_lookups: int) -> None:
@@ -317,12 +328,6 @@ def replica_names(num_replicas: int) -> list[str]:
 def as_text(chain: Sequence[BlockHash]) -> str:
     """A text in which different blocks are different stretches."""
     return "".join((block_hash.hex() * 2)[:CHARACTERS_PER_BLOCK] for block_hash in chain)
-
-
-def resident_bytes() -> int:
-    """Memory of this process, from Linux's /proc."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4_096
 
 
 def _hashes(source: random.Random, num: int) -> tuple[BlockHash, ...]:

@@ -16,11 +16,11 @@ It knows nothing of replicas, epochs or batches.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from .blocks import BlockHash
 from .events import Digest, block_checksum
-from .partition import USED, Partition, PartitionSize, Tally, bits_of
+from .partition import USED, Names, Partition, PartitionSize, Tally, bits_of
 
 __all__ = ["BlockHolders"]
 
@@ -148,9 +148,7 @@ class BlockHolders:
         partition.holders, partition.ring, partition.tallies = {}, [], {}
         partition.num_kept = partition.num_passed = 0
 
-    def match(
-        self, tenant: bytes, block_hashes: Sequence[BlockHash], candidates: int, names: Mapping[int, str]
-    ) -> dict[str, int]:
+    def match(self, tenant: bytes, block_hashes: Sequence[BlockHash], candidates: int, names: Names) -> dict[str, int]:
         """Number of leading blocks of a chain that each candidate holds, by its name; those with none are left out.
 
         candidates: their bits; names: of each bit. A candidate counts up to its first missing block. O(blocks +

@@ -11,7 +11,7 @@ from .blocks import BlockHash
 from .errors import SequenceGapError, StaleEpochError, UnknownReplicaError
 from .events import BlocksCleared, BlocksRemoved, BlocksStored, Digest, EventBatch, Inventory, Registration
 from .holders import BlockHolders
-from .partition import PartitionSize
+from .partition import Names, PartitionSize
 
 __all__ = ["MemoryIndex"]
 
@@ -40,6 +40,7 @@ class MemoryIndex:
         self._holders = BlockHolders(blocks_max)
         self._replicas: dict[str, _Replica] = {}
         self._replica_ids: dict[int, str] = {}
+        self._names = Names(self._replica_ids)
         # Not all holders are live: what an inventory says counts only when all of it was stored.
         self._live_mask = 0
 
@@ -207,7 +208,7 @@ class MemoryIndex:
 
         O(blocks + replicas). A replica counts up to its first missing block.
         """
-        return self._holders.match(tenant, block_hashes, self._live_mask, self._replica_ids)
+        return self._holders.match(tenant, block_hashes, self._live_mask, self._names)
 
     def check_invariants(self) -> None:
         """Assert that replicas and holders say the same; for tests, and between no two steps."""
@@ -249,5 +250,7 @@ class MemoryIndex:
 
     def _retire(self, replica: _Replica) -> None:
         del self._replica_ids[replica.bit]
+        # Its bit may be somebody else's next, so no set of bits with it in is remembered.
+        self._names = Names(self._replica_ids)
         self._live_mask ^= replica.bit
         self._holders.retire(replica.bit)

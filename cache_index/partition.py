@@ -3,11 +3,15 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from .blocks import BlockHash
 from .events import Digest
 
-__all__ = ["USED", "Partition", "PartitionSize", "Tally", "bits_of"]
+__all__ = ["USED", "Names", "Partition", "PartitionSize", "Tally", "bits_of"]
+
+# Sets of holders whose names are kept at hand, some 100 bytes each and 8 for each name.
+_MASKS_MAX = 4_096
 
 USED = 1
 """The lowest bit of a block's integer: a match used it since the hand last came by. The others are its holders."""
@@ -39,6 +43,27 @@ class Tally:
         return Digest() + Digest(self.num_blocks, self.checksum)
 
 
+class Names:
+    """Whose each bit is, and who they are together that a set of bits stands for.
+
+    Few sets are asked for over and over, and taking one apart takes longer than all else in a match. Bounded.
+    """
+
+    def __init__(self, by_bit: Mapping[int, str]) -> None:
+        self._by_bit = by_bit
+        self._by_mask: dict[int, tuple[str, ...]] = {}
+
+    def of(self, mask: int) -> tuple[str, ...]:
+        """The names of the bits that are set."""
+        names = self._by_mask.get(mask)
+        if names is None:
+            names = tuple(self._by_bit[bit] for bit in bits_of(mask))
+            if len(self._by_mask) >= _MASKS_MAX:
+                self._by_mask.clear()
+            self._by_mask[mask] = names
+        return names
+
+
 @dataclass(slots=True, eq=False)
 class Partition:
     """One tenant's blocks. Those before `num_kept` and from `num_passed` on are in the ring; between them is a gap that
@@ -56,32 +81,26 @@ class Partition:
         self.ring[self.num_kept] = block_hash
         self.num_kept += 1
 
-    def match(
-        self, block_hashes: Sequence[BlockHash], candidates: int, names: Mapping[int, str], used: int
-    ) -> dict[str, int]:
+    def match(self, block_hashes: Sequence[BlockHash], candidates: int, names: Names, used: int) -> dict[str, int]:
         """As `BlockHolders.match`. used: the mark to leave on the blocks that matched, or 0 for none."""
         matched: dict[str, int] = {}
         is_all_used = True
         num_matched = 0
-        # No block's bits are negative.
-        held_before = -1
-        for held_by in map(self.holders.get, block_hashes):
-            # Mostly the very same integer as the block before, about which all is known.
-            if held_by is not held_before:
-                if held_by is None:
+        # Mostly the holders are the very same integer as the block before's, so they are looked at in runs.
+        for held_by, run in groupby(map(self.holders.get, block_hashes)):
+            if held_by is None:
+                break
+            lost = candidates & ~held_by
+            if lost:
+                candidates ^= lost
+                if num_matched:
+                    matched.update(dict.fromkeys(names.of(lost), num_matched))
+                if not candidates:
                     break
-                held_before = held_by
-                lost = candidates & ~held_by
-                if lost:
-                    candidates ^= lost
-                    if num_matched:
-                        _note(matched, names, lost, num_matched)
-                    if not candidates:
-                        break
-                is_all_used &= held_by & used == used
-            num_matched += 1
+            is_all_used &= held_by & used == used
+            num_matched += len(list(run))
         if candidates and num_matched:
-            _note(matched, names, candidates, num_matched)
+            matched.update(dict.fromkeys(names.of(candidates), num_matched))
         if not is_all_used:
             self._mark(block_hashes[:num_matched], used)
         return matched
@@ -116,11 +135,6 @@ class Partition:
             if held_by is not before:
                 before, after = held_by, held_by | used
             self.holders[block_hash] = after
-
-
-def _note(matched: dict[str, int], names: Mapping[int, str], mask: int, num_matched: int) -> None:
-    for bit in (mask,) if mask in names else bits_of(mask):
-        matched[names[bit]] = num_matched
 
 
 def bits_of(mask: int) -> Iterator[int]:

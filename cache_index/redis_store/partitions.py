@@ -15,6 +15,7 @@ from ..blocks import BlockHash
 from ..errors import StoreRefusedError
 from ..events import Digest
 from ..identity import DIGEST_BYTES
+from ..partition import bits_of
 from .codec import TOKEN_BYTES, decode_digests, decode_slots, is_being_cleaned
 from .keys import Keys
 from .link import RedisLink
@@ -109,9 +110,8 @@ class Partitions:
         matched: dict[str, int] = {}
 
         def note(mask: int, num_matched: int) -> None:
-            while mask:
-                matched[replicas[(mask & -mask).bit_length() - 1]] = num_matched
-                mask &= mask - 1
+            for bit in bits_of(mask):
+                matched[replicas[bit]] = num_matched
 
         for num_matched, bitmap in enumerate(answer[1:]):
             still = candidates & int.from_bytes(bitmap or b"", "little")
@@ -215,10 +215,10 @@ class Partitions:
 
 @lru_cache(maxsize=1_024)
 def _seats(table: bytes | None, members: Members) -> tuple[Mapping[int, str], int]:
-    """Slot -> replica that counts, and their bits together. Both change seldom, and are needed with every lookup."""
+    """Bit -> replica that counts, and their bits together. Both change seldom, and are needed with every lookup."""
     slots = decode_slots(table)
-    replicas = {slot: members.replicas[token] for slot, token in slots.items() if token in members.replicas}
-    return replicas, sum(1 << slot for slot in replicas)
+    replicas = {1 << slot: members.replicas[token] for slot, token in slots.items() if token in members.replicas}
+    return replicas, sum(replicas)
 
 
 def _parts(block_hashes: Sequence[BlockHash]) -> Iterator[bytes]:

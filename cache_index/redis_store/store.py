@@ -22,6 +22,8 @@ from ..blocks import BlockHash
 from ..errors import CacheIndexError, DriftError, SequenceGapError, StoreUnavailableError
 from ..events import BlocksCleared, BlocksRemoved, BlocksStored, Digest, Event, EventBatch, Heartbeat, Inventory
 from ..identity import CacheIdentity
+from ..memory import BLOCKS_PER_STEP
+from ..partition import bits_of
 from ..settings import IndexSettings
 from ..store import Cursor, News, Notices, ReplicaStats, StoreStats, TenantStats
 from .codec import TOKEN_BYTES
@@ -327,17 +329,24 @@ class RedisStore:
         }
         for tenant, table in (await self._partitions.tables(head.tenants)).items():
             counting = {1 << slot: token for slot, token in table.slots.items() if token in blocks}
-            if not counting:
+            live = sum(counting)
+            if not live:
                 continue
+            by_bitmap: defaultdict[bytes, list[BlockHash]] = defaultdict(list)
             async for page in self._partitions.pages(tenant):
-                held: defaultdict[bytes, list[BlockHash]] = defaultdict(list)
                 for bitmap, block_hashes in page.items():
-                    mask = int.from_bytes(bitmap, "little")
-                    for bit, token in counting.items():
-                        if mask & bit:
-                            held[token] += block_hashes
-                for token, block_hashes in held.items():
-                    blocks[token].append(BlocksStored(tenant, tuple(block_hashes)))
+                    by_bitmap[bitmap] += block_hashes
+            held: defaultdict[bytes, list[BlockHash]] = defaultdict(list)
+            num_unyielded = 0
+            for bitmap, block_hashes in by_bitmap.items():
+                for bit in bits_of(int.from_bytes(bitmap, "little") & live):
+                    held[counting[bit]] += block_hashes
+                num_unyielded += len(block_hashes)
+                if num_unyielded >= BLOCKS_PER_STEP:
+                    num_unyielded = 0
+                    await asyncio.sleep(0)  # Whoever shares this loop decides about requests meanwhile.
+            for token, block_hashes in held.items():
+                blocks[token].append(BlocksStored(tenant, tuple(block_hashes)))
         items = tuple(
             Inventory(replica.registration, replica.record.seq, tuple(blocks[replica.record.token]))
             for replica in head.replicas
