@@ -347,6 +347,7 @@ class RedisStore:
                     await asyncio.sleep(0)  # Whoever shares this loop decides about requests meanwhile.
             for token, block_hashes in held.items():
                 blocks[token].append(BlocksStored(tenant, tuple(block_hashes)))
+                await asyncio.sleep(0)
         items = tuple(
             Inventory(replica.registration, replica.record.seq, tuple(blocks[replica.record.token]))
             for replica in head.replicas
