@@ -187,13 +187,17 @@ class Partitions:
         )
         return _table(fields, num_fields).num_blocks
 
-    async def memory_bytes(self, tenant: bytes) -> int | None:
-        """Redis's own estimate, from a sample; None where this user may not ask for it."""
-        try:
-            answer = await self._link.command("MEMORY", "USAGE", self._keys.partition(tenant), "SAMPLES", 100)
-        except StoreRefusedError:
-            return None
-        return None if answer is None else int(answer)
+    async def memory_bytes(self, tenants: Sequence[bytes]) -> dict[bytes, int]:
+        """Redis's own estimates, from samples; none where this user may not ask for them."""
+        found: dict[bytes, int] = {}
+        for part in _parts_of(tenants, _TABLES_PER_CALL):
+            keys = [self._keys.partition(tenant) for tenant in part]
+            try:
+                answers = await self._link.commands(*(("MEMORY", "USAGE", key, "SAMPLES", 100) for key in keys))
+            except StoreRefusedError:
+                return {}
+            found |= {tenant: int(size) for tenant, size in zip(part, answers, strict=True) if size is not None}
+        return found
 
     async def clean(self, cleaning: Cleaning, num_blocks_max: int) -> int:
         """Go on with a clean-up until it is over, or so many blocks were looked at. Returns how many were."""

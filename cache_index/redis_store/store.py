@@ -44,7 +44,7 @@ _COMPARED_TENANTS = 128
 _COUNTED_BLOCKS = 2_000
 _CLEANED_BLOCKS = 20_000
 # Partitions looked at for generations that are gone.
-_LOOKED_AT_TENANTS = 8
+_LOOKED_AT_TENANTS = 64
 # A partition larger than this is compared by its digests alone: counting it would hold a replica's news back too long.
 _COUNTED_BLOCKS_MAX = 200_000
 
@@ -112,7 +112,7 @@ class RedisStore:
         _, changes = _outcome(inventory.blocks)
         await self._mark(inventory.replica_id, generation, changes)
         for tenant, change in changes.items():
-            written, found = Digest.of(change.to_set), (generation.digests or {})[tenant]
+            written, found = Digest.of(change.to_set), (generation.digests or {}).get(tenant, Digest())
             if written != found:
                 # Its slot, which was nobody's, was not empty.
                 await self._give_up(inventory.replica_id, tenant, written, found)
@@ -132,7 +132,9 @@ class RedisStore:
         if notices.purged:
             # What was written there is gone, or written again since. What is there now is what to go on from.
             for tenant, table in (await self._partitions.tables(notices.purged)).items():
-                generation.digests[tenant] = table.digests.get(generation.token, Digest())
+                generation.digests.pop(tenant, None)
+                if (left := table.digests.get(generation.token, Digest())).num_blocks:
+                    generation.digests[tenant] = left
         elif total != heartbeat.digest:
             raise DriftError(heartbeat.replica_id, heartbeat.digest.num_blocks, total.num_blocks)
         else:
@@ -176,15 +178,15 @@ class RedisStore:
         tables = await self._partitions.tables(head.tenants)
         tokens = {replica.record.token for replica in head.replicas}
         held = {token: Digest() for token in tokens if token is not None}
+        memory_bytes = await self._partitions.memory_bytes([tenant for tenant, table in tables.items() if table.exists])
         tenants = []
         for tenant, table in tables.items():
             copies = {token: digest for token, digest in table.digests.items() if token in held}
             for token, digest in copies.items():
                 held[token] += digest
             num_copies = sum(digest.num_blocks for digest in copies.values())
-            memory_bytes = await self._partitions.memory_bytes(tenant)
             if table.exists:
-                tenants.append(TenantStats(tenant, table.num_blocks, num_copies, memory_bytes))
+                tenants.append(TenantStats(tenant, table.num_blocks, num_copies, memory_bytes.get(tenant)))
         return StoreStats(
             await self._link.describe(),
             head.cursor.version,
@@ -229,7 +231,11 @@ class RedisStore:
             expected = digests.get(tenant, Digest())
             if before != expected:
                 raise DriftError(replica_id, expected.num_blocks, before.num_blocks)
-            digests[tenant] = after
+            if after.num_blocks:
+                digests[tenant] = after
+            else:
+                # Of a tenant that comes and goes nothing is kept.
+                digests.pop(tenant, None)
 
     async def _digests(self, token: bytes) -> dict[bytes, Digest]:
         """What a generation holds by tenant, as the store has it."""
@@ -243,17 +249,13 @@ class RedisStore:
         assert digests is not None
         if not generation.to_compare:
             generation.to_compare = list(digests)
-        tenants, generation.to_compare = (
-            generation.to_compare[:_COMPARED_TENANTS],
-            generation.to_compare[_COMPARED_TENANTS:],
-        )
+        tenants = [tenant for tenant in generation.to_compare[:_COMPARED_TENANTS] if tenant in digests]
+        del generation.to_compare[:_COMPARED_TENANTS]
         generation.count_credit = min(generation.count_credit + _COUNTED_BLOCKS, _COUNTED_BLOCKS)
         if not tenants:
             return
         tables = await self._partitions.tables(tenants)
         for tenant, table in tables.items():
-            if digests[tenant] == Digest():
-                continue
             if generation.token not in table.slots.values():
                 # The partition was lost, or is being written anew by others.
                 self._generations.pop(replica_id, None)

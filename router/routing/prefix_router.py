@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _PROMISE_S = 30.0
 # Some 100 bytes each; a million tokens' worth of prompts at 16 tokens a block.
 _PROMISED_BLOCKS_MAX = 65_536
+_NO_INDEX = "no index in this process"
 
 
 class PrefixRouter(RequestRouter):
@@ -80,6 +81,7 @@ class PrefixRouter(RequestRouter):
         index_link.LINK.mirror = self._mirror = mirror = IndexMirror(store, settings)
         self._duties = {
             "the index mirror": mirror.follow,
+            "the count of blocks": lambda: index_link.LINK.count_blocks(mirror),
             "the identity check": lambda: watch_parity(index_link.LINK, store, settings.heartbeat_interval_s),
             "the metrics": mirror_metrics(mirror, self._blind_lookups, index_link.LINK).run,
         }
@@ -143,7 +145,9 @@ class PrefixRouter(RequestRouter):
     async def _matched(self, prompt: PromptBlocks) -> Mapping[str, int]:
         """Leading blocks of the prompt on each replica, as the index knows it."""
         if self._mirror is None:
-            self._blind_lookups["no index in this process"] += 1
+            if not self._blind_lookups[_NO_INDEX]:
+                logger.warning("no gateway left the index's settings in this process: requests are routed without it")
+            self._blind_lookups[_NO_INDEX] += 1
             return {}
         lookup = await self._mirror.lookup(prompt.tenant, prompt.block_hashes)
         if lookup.blind_reason is not None:
