@@ -5,10 +5,11 @@ way. So the gateway, in whose process each router of ours lives, is given the in
 other way round, `/health` learns here how the router's mirror stands.
 
 Router and gateway may run on event loops of different threads, as they do in Serve's default mode. So settings never
-change, what `/health` reads of the mirror is single values, and what has to be counted is noted on the mirror's own loop.
+change, `/health` reads single values of the mirror, and what has to be counted is noted on the mirror's own loop.
 """
 
 import asyncio
+import re
 
 from cache_index.identity import CacheIdentity
 from cache_index.mirror import IndexMirror
@@ -71,7 +72,10 @@ class IndexLink:
 
 def _without_addresses(reason: str, shown_url: str | None) -> str:
     """What is wrong in our own words. Those of a library follow a colon, and name hosts; the log has them."""
-    return reason.replace(f" at {shown_url}", "").partition(": ")[0]
+    if shown_url is not None:
+        # With the word before it, "at" or "of".
+        reason = re.sub(rf" \w+ {re.escape(shown_url)}", "", reason)
+    return reason.partition(": ")[0]
 
 
 LINK = IndexLink()

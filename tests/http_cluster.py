@@ -27,6 +27,7 @@ class Cluster:
     url: str
     model_folder: Path
     lines: list[str]
+    pid: int
 
     def get(self, path: str) -> tuple[int, Any]:
         return self._send(urllib.request.Request(self.url + path))
@@ -98,7 +99,7 @@ def serving(folder: Path, *flags: str, environ: Mapping[str, str] | None = None)
     try:
         assert is_up.wait(START_TIMEOUT_S), "\n".join(lines)
         assert process.poll() is None, "\n".join(lines)
-        yield Cluster(f"http://127.0.0.1:{port}", folder, lines)
+        yield Cluster(f"http://127.0.0.1:{port}", folder, lines, process.pid)
     finally:
         process.send_signal(signal.SIGINT)
         try:

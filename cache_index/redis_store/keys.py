@@ -13,7 +13,7 @@ __all__ = ["FORMAT", "PARTITION_SCRIPTS", "REGISTRY_SCRIPTS", "Keys", "script"]
 # other's namespace.
 FORMAT = "1"
 
-REGISTRY_SCRIPTS = ("begin", "commit", "batch", "heartbeat", "deregister", "announce", "purge", "tick", "head")
+REGISTRY_SCRIPTS = ("begin", "hold", "commit", "batch", "heartbeat", "deregister", "announce", "purge", "tick", "head")
 PARTITION_SCRIPTS = ("mark", "clean")
 
 

@@ -6,6 +6,7 @@ Every call is bounded, and every error of Redis is translated here, once.
 import asyncio
 import contextlib
 import hashlib
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -16,7 +17,7 @@ from redis import exceptions
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.connection import ConnectionPool
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 
 from ..errors import StoreRefusedError, StoreUnavailableError
@@ -35,17 +36,18 @@ _CLUSTER_RETRIES = 3
 
 
 class _UrlError(ValueError):
-    """What is wrong with a URL, in words that hold nothing of its user and password."""
+    """What is wrong with a URL, in words that hold nothing of it: any part may be one of a password with a slash."""
 
 
 class RedisLink:
     """Connects on first use. What goes wrong is StoreUnavailableError, or StoreRefusedError where it will stay so."""
 
     def __init__(self, settings: IndexSettings) -> None:
-        """Raises StoreRefusedError where the URL can't be read."""
+        """Raises StoreRefusedError where the URL, or the file of certificate authorities, can't be read."""
         assert settings.redis_url is not None
         self._settings = settings
         self._shown_url = settings.shown_url
+        _check_authorities(settings)
         try:
             self._address = urlsplit(settings.redis_url.get_secret_value())
             self._client = self._new_client()
@@ -103,8 +105,15 @@ class RedisLink:
 
     async def close(self) -> None:
         """Close all connections."""
-        with contextlib.suppress(exceptions.RedisError, OSError):
-            await self._client.aclose()
+        clients = [self._client]
+        if not isinstance(self._client, RedisCluster) and isinstance(
+            pool := self._client.connection_pool, SentinelConnectionPool
+        ):
+            # Those to the Sentinels are not the pool's, which would leave them open.
+            clients += pool.sentinel_manager.sentinels
+        for client in clients:
+            with contextlib.suppress(exceptions.RedisError, OSError):
+                await client.aclose()
 
     @contextlib.asynccontextmanager
     async def guarded(self, wait_s: float = 0.0) -> AsyncIterator[None]:
@@ -124,10 +133,18 @@ class RedisLink:
             raise StoreRefusedError(f"what listens at {self._shown_url} does not speak Redis's protocol") from error
         except exceptions.ResponseError as error:
             raise self._of_response(str(error)) from error
+        except MasterNotFoundError as error:
+            # What the library says of Sentinels that it did not reach is Python's form of its own objects.
+            reason = "can't be reached" if " : " in str(error) else "know of no master of this name"
+            raise StoreUnavailableError(f"the Sentinels of {self._shown_url} {reason}") from error
         # The base of a Cluster's errors is none of the library's others.
         except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
             if "Cluster mode is not enabled" in str(error):
                 raise StoreRefusedError(f"{where} is no Cluster; give redis:// instead") from error
+            # By its text, for the library keeps the error itself in some ways in and not in others.
+            _, is_untrusted, reason = _one_line(error).partition("certificate verify failed: ")
+            if is_untrusted:
+                raise StoreRefusedError(f"{where} shows a certificate that is not trusted: {reason}") from error
             raise StoreUnavailableError(f"{where} can't be reached: {_one_line(error)}") from error
 
     async def _connected(self) -> str:
@@ -150,6 +167,10 @@ class RedisLink:
         if numbers < VERSION_MIN:
             wanted = ".".join(map(str, VERSION_MIN))
             raise StoreRefusedError(f"Redis at {self._shown_url} is version {version}, and {wanted} or newer is needed")
+        if mode == "sentinel":
+            raise StoreRefusedError(
+                f"Redis at {self._shown_url} runs as sentinel; give redis+sentinel://, with the master's name"
+            )
         if (mode == "cluster") != self.is_cluster:
             raise StoreRefusedError(
                 f"Redis at {self._shown_url} runs as {mode}; "
@@ -166,6 +187,10 @@ class RedisLink:
             return StoreRefusedError(f"{where} lets this user do too little: {text}")
         if "command not allowed when used memory" in text:
             return StoreUnavailableError(f"{where} is out of memory (its maxmemory)")
+        if "DB index is out of range" in text:
+            return StoreRefusedError(f"{where} has no database of this number")
+        if "unknown command `SENTINEL`" in text or "unknown command 'SENTINEL'" in text:
+            return StoreRefusedError(f"{where} is no Sentinel; give redis:// instead")
         if "unknown command" in text.lower():
             return StoreRefusedError(f"{where} lacks a command that the index needs: {text}")
         return StoreUnavailableError(f"{where} failed: {text}")
@@ -178,8 +203,13 @@ class RedisLink:
 
     def _new_client(self) -> redis.Redis | RedisCluster:
         address, options = self._address, self._options()
-        kind = address.scheme.partition("+")[2]
+        scheme, _, kind = address.scheme.partition("+")
+        # A host and a port would be read from what is a user and the digits that a password begins with.
+        if address.fragment or (scheme != "unix" and "@" in address.path):
+            raise _UrlError("in user and password, write %40 for @, %3A for :, %2F for /, %23 for #")
         if kind == "cluster":
+            if _database(address.path.strip("/")):
+                raise _UrlError("a Cluster has no databases but 0")
             nodes = [ClusterNode(host, port) for host, port in _hosts(address, _PORT_DEFAULT)]
             retry = Retry(NoBackoff(), _CLUSTER_RETRIES)
             # Each of the calls may be several commands to one node.
@@ -201,6 +231,8 @@ class RedisLink:
             options = {**sentinel.connection_kwargs, "max_connections": _CALLS_MAX}
             pool = SentinelConnectionPool(name, sentinel, **options)  # type: ignore[no-untyped-call]
             return redis.Redis.from_pool(pool)
+        if scheme != "unix":
+            _database(address.path.strip("/"))  # What is no number the library would take for 0.
         # The library takes the URL apart; user and password are among the options already.
         host = address.netloc.rpartition("@")[2]
         url = address._replace(netloc=host).geturl()
@@ -273,15 +305,29 @@ def _hosts(address: SplitResult, port_default: int) -> list[tuple[str, int]]:
     for part in address.netloc.rpartition("@")[2].split(","):
         one = urlsplit(f"//{part}")
         if not one.hostname:
-            raise _UrlError(f"{part!r} is no host")
+            raise _UrlError("one of its hosts has no name")
         hosts.append((one.hostname, one.port or port_default))
     return hosts
 
 
 def _database(text: str) -> int:
     if text and not text.isdigit():
-        raise _UrlError(f"{text!r} is no database number")
+        raise _UrlError("what follows its last slash is no database number")
     return int(text or 0)
+
+
+def _check_authorities(settings: IndexSettings) -> None:
+    # Now, for else each call would say only that the server can't be reached.
+    if settings.redis_ca_file is None:
+        return
+    try:
+        ssl.create_default_context(cafile=settings.redis_ca_file)
+    except OSError as error:
+        reason = "no certificate is in it" if isinstance(error, ssl.SSLError) else error.strerror
+        raise StoreRefusedError(
+            f"Redis at {settings.shown_url}: the certificate authorities in {settings.redis_ca_file} can't be read: "
+            f"{reason}"
+        ) from error
 
 
 def _one_line(error: BaseException) -> str:

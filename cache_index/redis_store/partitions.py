@@ -7,7 +7,7 @@ is void at once, whatever it was, and its bits are taken out later, some at a ti
 
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -80,10 +80,16 @@ class Partitions:
         self._cleaner_silent_ms = int(1_000 * 3 * heartbeat_interval_s)
 
     async def mark(
-        self, tenant: bytes, token: bytes, to_set: Sequence[BlockHash], to_clear: Sequence[BlockHash]
+        self,
+        tenant: bytes,
+        token: bytes,
+        to_set: Sequence[BlockHash],
+        to_clear: Sequence[BlockHash],
+        between: Callable[[], Awaitable[None]],
     ) -> tuple[Digest, Digest]:
         """Blocks that a generation holds from here on, and those that it no longer holds.
 
+        between: awaited after each bounded part of them.
         Returns what it held in this partition before, and after. Raises PartitionFullError.
         """
         key = self._keys.partition(tenant)
@@ -97,6 +103,7 @@ class Partitions:
                 raise PartitionFullError
             first = first or Digest(int(answer[0]), int(answer[1]))
             digest = Digest(int(answer[2]), int(answer[3]))
+            await between()
         return first or digest, digest
 
     def lookup(self, tenant: bytes, block_hashes: Sequence[BlockHash]) -> tuple[str | bytes | int, ...]:

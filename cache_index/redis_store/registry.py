@@ -78,6 +78,10 @@ class Registry:
         _raise_refusal(answer, replica_id, epoch, seq)
         return bool(answer[0] == b"ok")
 
+    async def hold(self, replica_id: str, token: bytes) -> None:
+        """Renew the lease of a replica whose blocks are still being written; nobody else's."""
+        await self._run("hold", replica_id, token.hex())
+
     async def commit(self, inventory: Inventory, token: bytes) -> None:
         """An inventory's blocks are all written. Raises StaleEpochError or UnknownReplicaError."""
         answer = await self._run(

@@ -79,6 +79,8 @@ class RedisStore:
         self._link = RedisLink(settings)
         self._registry = Registry(self._link, self._keys, settings)
         self._partitions = Partitions(self._link, self._keys, settings.heartbeat_interval_s)
+        # Whoever writes for long shows so often that it is there: as often as its heartbeats, which wait meanwhile.
+        self._hold_interval_s = settings.heartbeat_interval_s
         # By replica: one, but for tests and tools.
         self._generations: dict[str, _Generation] = {}
         self._cleanings: deque[Cleaning] = deque()
@@ -220,9 +222,18 @@ class RedisStore:
         digests = generation.digests
         unknown = [tenant for tenant in changes if digests is None or tenant not in digests]
         await self._registry.list_tenants(unknown)
+        loop = asyncio.get_running_loop()
+        held_s = loop.time()
+
+        async def hold() -> None:
+            nonlocal held_s
+            if loop.time() - held_s >= self._hold_interval_s:
+                await self._registry.hold(replica_id, generation.token)
+                held_s = loop.time()
+
         for tenant, change in changes.items():
             try:
-                before, after = await self._partitions.mark(tenant, generation.token, *change)
+                before, after = await self._partitions.mark(tenant, generation.token, *change, hold)
             except PartitionFullError:
                 await self._make_room(tenant)
                 raise StoreUnavailableError("a tenant's partition was full of generations that are gone") from None

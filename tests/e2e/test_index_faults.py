@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cache_index.events import Inventory
@@ -249,7 +250,7 @@ def test_a_replica_is_killed_and_within_its_lease_nothing_of_it_counts(site: Sit
 
     before = replicas()
     assert len(before) == 2
-    killed = kill_one_replica()
+    killed = kill_one_replica(site.cluster)
     killed_s = time.monotonic()
     # What was running there fails, for streams do not outlive their replica yet; what comes after does not.
     site.until(lambda: not before <= replicas(), "the dead replica stayed")
@@ -281,12 +282,11 @@ def test_a_replica_of_another_identity_is_told_by_the_field_that_differs(site: S
     site.client.wait_for(20)
 
 
-def kill_one_replica() -> int:
-    """kill -9 of one replica's process, found by its title. Returns its process id."""
-    import psutil
-
-    for process in psutil.process_iter(["cmdline"]):
-        if any("ServeReplica:warmroute:Replica" in part for part in process.info["cmdline"] or []):
-            process.kill()
-            return int(process.pid)
+def kill_one_replica(cluster: Cluster) -> int:
+    """kill -9 of one of a cluster's replicas, found by the title of its process. Returns its process id."""
+    for process in psutil.Process(cluster.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any("ServeReplica:warmroute:Replica" in part for part in process.cmdline()):
+                process.kill()
+                return int(process.pid)
     raise AssertionError("no replica runs")

@@ -1,6 +1,5 @@
 """A Redis that can't be used is refused in one clear sentence, in bounded time, and without its password."""
 
-import asyncio
 import contextlib
 import socket
 import threading
@@ -17,9 +16,9 @@ from cache_index.opening import open_store
 from cache_index.redis_store import RedisStore
 from cache_index.redis_store.link import RedisLink
 from cache_index.settings import IndexSettings
-from tests.index_examples import TENANT, batch, chain, heartbeat, inventory, stored
+from tests.index_examples import inventory, stored
 from tests.index_stores import next_namespace
-from tests.redis_servers import RedisCluster, RedisServer, redis_cluster, redis_server
+from tests.redis_servers import RedisCluster, RedisServer, redis_server
 
 PASSWORD = "pa55word-of-redis"
 CALL_TIMEOUT_S = 0.5
@@ -249,94 +248,3 @@ def test_a_url_of_another_kind_is_refused_by_the_settings(url: str) -> None:
     with pytest.raises(ValidationError) as caught:
         settings(url)
     assert PASSWORD not in str(caught.value)
-
-
-# Later
-
-
-async def test_a_server_that_was_killed_is_used_again_once_it_is_back(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as server:
-        store = RedisStore(settings(server.url))
-        await store.publish_inventory(inventory("r1", 1, stored("a")))
-        server.kill()
-        for _ in range(2):
-            with pytest.raises(StoreUnavailableError):
-                await store.match(TENANT, chain("a"))
-        server.start()
-        assert await store.match(TENANT, chain("a")) == {}
-        await store.publish_inventory(inventory("r1", 2, stored("a")))
-        assert await store.match(TENANT, chain("a")) == {"r1": 1}
-        await store.close()
-
-
-async def test_a_frozen_server_costs_a_bounded_time_and_no_answer_is_mixed_up(tmp_path: Path) -> None:
-    """Many calls are given up half-way, before, during and after the freeze; the others get their own answers."""
-    with redis_server(tmp_path) as server:
-        store = RedisStore(settings(server.url, lease_s=3_600.0))
-        names = [f"block {number}" for number in range(40)]
-        await store.publish_inventory(inventory("r1", 1, stored(names)))
-
-        async def ask(number: int) -> None:
-            length = number % 40 + 1
-            assert await store.match(TENANT, chain(names[:length])) == {"r1": length}
-
-        async def ask_many() -> list[BaseException | None]:
-            tasks = [asyncio.create_task(ask(number)) for number in range(300)]
-            for number, task in enumerate(tasks):
-                if number % 3 == 0:
-                    # Some before they are sent, some on their way.
-                    asyncio.get_running_loop().call_later(number * 1e-4, task.cancel)
-            return await asyncio.gather(*tasks, return_exceptions=True)
-
-        outcomes = await ask_many()
-        assert {type(outcome) for outcome in outcomes} <= {type(None), asyncio.CancelledError}
-        server.freeze()
-        began_s = time.monotonic()
-        outcomes = await ask_many()
-        assert time.monotonic() - began_s < CALL_TIMEOUT_S + 2.0
-        assert {type(outcome) for outcome in outcomes} <= {StoreUnavailableError, asyncio.CancelledError}
-        server.resume()
-        outcomes = await ask_many()
-        assert {type(outcome) for outcome in outcomes} <= {type(None), asyncio.CancelledError}
-        assert outcomes.count(None) >= 200
-        await store.close()
-
-
-async def test_a_full_server_refuses_news_and_keeps_what_is_known(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as server:
-        index = settings(server.url, lease_s=1.0, heartbeat_interval_s=0.3)
-        store = RedisStore(index)
-        await store.publish_inventory(inventory("r1", 1, stored("ab")))
-        await store.heartbeat(heartbeat("r1", 1, "ab"))
-        cursor = (await store.read(None, 0.0)).cursor
-        with server.client() as admin:
-            admin.config_set("maxmemory-policy", "noeviction")
-            admin.config_set("maxmemory", "1")
-            with pytest.raises(StoreUnavailableError) as caught:
-                await store.publish(batch("r1", 2, stored("c")))
-            assert "out of memory" in str(caught.value)
-            # It stays alive for longer than its lease.
-            for _ in range(5):
-                await asyncio.sleep(index.heartbeat_interval_s)
-                await store.heartbeat(heartbeat("r1", 1, "ab"))
-            assert await store.match(TENANT, chain("ab")) == {"r1": 2}
-            assert not (await store.read(cursor, 0.0)).is_snapshot
-            admin.config_set("maxmemory", "0")
-        await store.publish_inventory(inventory("r1", 3, stored("abc")))
-        await store.heartbeat(heartbeat("r1", 3, "abc"))
-        assert await store.match(TENANT, chain("abc")) == {"r1": 3}
-        await store.close()
-
-
-async def test_a_cluster_that_lost_a_node_fails_in_bounded_time(tmp_path: Path) -> None:
-    with redis_cluster(tmp_path) as cluster:
-        store = RedisStore(settings(cluster.url))
-        await store.publish_inventory(inventory("r1", 1, stored("a")))
-        for node in cluster.nodes[:2]:
-            node.kill()
-        began_s = time.monotonic()
-        for _ in range(2):
-            with pytest.raises(StoreUnavailableError):
-                await store.publish_inventory(inventory("r1", 2, stored("a")))
-        assert time.monotonic() - began_s < 2 * (CALL_TIMEOUT_S + 2.0)
-        await store.close()

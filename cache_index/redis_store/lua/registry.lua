@@ -13,8 +13,9 @@ local NONCE, LEASE_MS, ITEMS_MAX, LOG_BLOCKS_MAX, FORMAT =
 local KEEP_MS = 24 * 60 * 60 * 1000
 -- Lapsed leases that one call tidies up; the rest wait for the next call, and count for nothing in the meantime.
 local LAPSES_MAX = 16
--- Log entries that one call trims. Each call adds a handful at most, so the log returns to its bounds.
-local TRIMMED_MAX = 256
+-- Log entries after which a call trims no more. Each adds a handful at most, so the log returns to its bounds.
+local TRIMMED_MAX = 128
+local LAST_EPOCH = string.rep('9', 20)
 
 -- Redis 6.2 replicates a script by its effects, which a script that asks for the time needs, only when told to.
 if redis.replicate_commands then redis.replicate_commands() end
@@ -36,17 +37,22 @@ local function append(num_blocks, ...)
   if num_items == 1 then redis.call('HSET', META, 'log_blocks', num_blocks) end
   -- One more than the items that a follower may lag behind: its own place has to be there.
   if num_items <= ITEMS_MAX + 1 and log_blocks <= LOG_BLOCKS_MAX then return end
-  local trimmed, freed = {}, 0
-  for _, entry in ipairs(redis.call('XRANGE', LOG, '-', '+', 'COUNT', TRIMMED_MAX)) do
-    local left = num_items - #trimmed
-    if left == 1 or (left <= ITEMS_MAX + 1 and log_blocks - freed <= LOG_BLOCKS_MAX) then break end
-    trimmed[#trimmed + 1] = entry[1]
-    freed = freed + tonumber(entry[2][2])
+  -- Mostly one goes as one comes. Entries are read to be counted, and each is as long as its batch: so few at first.
+  local num_trimmed, count = 0, 2
+  while num_trimmed < TRIMMED_MAX do
+    local trimmed = {}
+    for _, entry in ipairs(redis.call('XRANGE', LOG, '-', '+', 'COUNT', count)) do
+      if num_items == 1 or (num_items <= ITEMS_MAX + 1 and log_blocks <= LOG_BLOCKS_MAX) then break end
+      trimmed[#trimmed + 1] = entry[1]
+      num_items = num_items - 1
+      log_blocks = log_blocks - tonumber(entry[2][2])
+    end
+    if #trimmed > 0 then redis.call('XDEL', LOG, unpack(trimmed)) end
+    num_trimmed = num_trimmed + #trimmed
+    if #trimmed < count then break end
+    count = count * 4
   end
-  if #trimmed > 0 then
-    redis.call('XDEL', LOG, unpack(trimmed))
-    redis.call('HSET', META, 'log_blocks', log_blocks - freed)
-  end
+  redis.call('HSET', META, 'log_blocks', log_blocks)
 end
 
 -- Every script begins here: a namespace that is empty gets its format and the log's first entry, and one of another
@@ -89,12 +95,20 @@ local function depart(id)
   redis.call('HDEL', REPLICAS, id)
   redis.call('HDEL', IDENTITIES, id)
   change_members()
-  if left and left.token ~= '-' then
-    append(0, 'k', 'd', 'r', id, 'e', left.epoch)
+  -- Where the record was lost nobody knows which epoch ended; whichever followers know did.
+  if not left or left.token ~= '-' then
+    append(0, 'k', 'd', 'r', id, 'e', left and left.epoch or LAST_EPOCH)
   end
 end
 
 local function expire(now)
+  -- Where the leases were lost and the records were not, they begin anew: without one a replica would never leave.
+  if redis.call('ZCARD', LEASES) < redis.call('HLEN', REPLICAS) then
+    -- A write that Redis allows when its memory is full, and after it the others.
+    redis.call('PEXPIRE', REPLICAS, KEEP_MS)
+    local records = redis.call('HGETALL', REPLICAS)
+    for i = 1, #records, 2 do redis.call('ZADD', LEASES, 'NX', now + LEASE_MS, records[i]) end
+  end
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, LAPSES_MAX)) do
     depart(id)
   end

@@ -8,6 +8,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from cache_index.embedded import EmbeddedStore
+from cache_index.mirror import IndexMirror
+from cache_index.settings import IndexSettings
 from router.api.app import build_api
 from router.errors import NoReplicaError
 from router.index_link import IndexLink
@@ -130,6 +133,33 @@ async def test_health_follows_the_replicas(http: httpx.AsyncClient, replicas: An
     replicas.described = no_answer
     # One that answered just now still counts.
     assert (await http.get("/health")).status_code == 200
+
+
+async def test_an_index_that_is_away_is_told_and_is_no_failure(replicas: Any) -> None:
+    link, settings = IndexLink(), IndexSettings()
+    app = await build_api(replicas, GatewaySettings(), "s", link)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway") as http:
+
+        async def index() -> Any:
+            answer = await http.get("/health")
+            assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+            return answer.json()["index"]
+
+        assert await index() == {"state": "none"}
+        link.settings = settings
+        link.mirror = mirror = IndexMirror(EmbeddedStore(settings), settings)
+        assert (await index())["state"] == "starting"
+        await mirror.catch_up(0.0)
+        assert (await index())["state"] == "ok"
+        mirror.degraded_reason = "the index store did not answer within 2 s"
+        degraded = await index()
+        assert (degraded["state"], degraded["reason"]) == ("degraded", mirror.degraded_reason)
+
+
+async def test_the_router_is_told_under_which_identity_prompts_are_hashed(replicas: Any) -> None:
+    link = IndexLink()
+    await build_api(replicas, GatewaySettings(), "s", link)
+    assert link.identity == replicas.card.identity
 
 
 async def test_health_is_a_503_while_no_replica_answers(
